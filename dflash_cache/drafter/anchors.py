@@ -1,0 +1,62 @@
+"""Anchors: the positions from which blocks are drafted in training, drawn anew for every sample and epoch.
+
+An anchor is a supervised position whose successor is supervised too: at inference the anchor is always one of
+the target's own tokens, and a block without a single label teaches nothing. Blocks may run past the end of
+the answer; their supervision stops at the first unsupervised slot. Draws depend on (seed, epoch, sample)
+alone, so that resuming, other batches and other ranks draw the same (paper, section 4.2: random anchors give
+5.64 against 4.94 for fixed blocks).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one micro-batch; a sample with fewer anchors than others is padded with unsupervised blocks.
+
+    anchors_SA: int64 positions; tokens_SA: the anchors' tokens; labels_SAK: tokens at anchor + k, k = 1…B−1
+    (0 where unsupervised); mask_SAK: True where slot k is supervised.
+    """
+
+    anchors_SA: Tensor
+    tokens_SA: Tensor
+    labels_SAK: Tensor
+    mask_SAK: Tensor
+
+    def to(self, device: torch.device) -> "Blocks":
+        """The same blocks on another device."""
+        return Blocks(
+            self.anchors_SA.to(device), self.tokens_SA.to(device), self.labels_SAK.to(device), self.mask_SAK.to(device)
+        )
+
+
+def draw_anchors(loss_mask_T: np.ndarray, count: int, seed: tuple[int, int, int]) -> np.ndarray:
+    """At most `count` distinct anchors of one sample, ascending; `seed` is (seed, epoch, sample)."""
+    supervised = np.asarray(loss_mask_T, dtype=bool)
+    valid = np.flatnonzero(supervised[:-1] & supervised[1:])
+    if len(valid) <= count:
+        return valid
+    return np.sort(np.random.default_rng(seed).choice(valid, size=count, replace=False))
+
+
+def make_blocks(input_ids_ST: Tensor, loss_mask_ST: Tensor, anchors: list[np.ndarray], block_size: int) -> Blocks:
+    """Labels and supervision of the blocks at `anchors` (one array a sample) of a padded micro-batch."""
+    S, T = input_ids_ST.shape
+    A = max(1, *(len(row) for row in anchors))
+    anchors_SA = torch.zeros(S, A, dtype=torch.int64)
+    real_SA = torch.zeros(S, A, dtype=torch.bool)
+    for s, row in enumerate(anchors):
+        anchors_SA[s, : len(row)] = torch.from_numpy(row)
+        real_SA[s, : len(row)] = True
+
+    positions_SAK = anchors_SA[..., None] + torch.arange(1, block_size)
+    inside_SAK = positions_SAK < T
+    flat = positions_SAK.clamp(max=T - 1).flatten(1)
+    supervised_SAK = loss_mask_ST.gather(1, flat).view_as(inside_SAK) & inside_SAK & real_SA[..., None]
+    mask_SAK = supervised_SAK.long().cumprod(-1).bool()
+    labels_SAK = input_ids_ST.gather(1, flat).view_as(inside_SAK) * mask_SAK
+    return Blocks(anchors_SA, input_ids_ST.gather(1, anchors_SA), labels_SAK, mask_SAK)

@@ -1,0 +1,144 @@
+"""The DFlash drafter: a few Qwen3 decoder layers that draft a whole block at once from the target's states.
+
+    context = hidden_norm(fc(captured states of all layers, side by side))      once, shared by all layers
+    layer:    queries from the block's slots; keys and values from [context ; block], same projections
+    logits  = target's head (norm(slots)); slot k of a block with anchor a predicts the token at a + k
+
+The context does not pass through a layer's input norm, queries, output projection or MLP. Training and
+decoding run the same code: training with many anchors a sample, decoding with one (FIELD.md, "The drafter";
+paper, section 4.1). Parameter names are those of z-lab's published drafters.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash_cache.drafter.attention import attend_blocks, rotary_table, rotate
+from dflash_cache.drafter.shape import DrafterShape
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention with RMS norm per head on queries and keys, then rope."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.num_kv_heads = shape.num_key_value_heads
+        query_size = shape.num_attention_heads * shape.head_dim
+        kv_size = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+
+    def keys_values(self, states: Tensor, table: tuple[Tensor, Tensor]) -> KeysValues:
+        """Rotated keys and plain values (…, K, D) of states (…, H), context and block alike."""
+        heads = (*states.shape[:-1], self.num_kv_heads, self.head_dim)
+        keys = rotate(self.k_norm(self.k_proj(states).view(heads)), table)
+        values: Tensor = self.v_proj(states).view(heads)
+        return keys.to(values.dtype), values
+
+    def forward(
+        self, slots_SABH: Tensor, context: KeysValues, visible_SA: Tensor, table: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Attention output (S, A, B, H) of the block's slots."""
+        S, A, B, _ = slots_SABH.shape
+        block = self.keys_values(slots_SABH, table)
+        query = self.q_proj(slots_SABH).view(S, A, B, -1, self.head_dim)
+        query = rotate(self.q_norm(query), table).to(block[0].dtype)
+        query = query.view(S, A, B, self.num_kv_heads, -1, self.head_dim)
+        mixed = attend_blocks(query, context, block, visible_SA)
+        out: Tensor = self.o_proj(mixed.reshape(S, A, B, -1))
+        return out
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """down(silu(gate) · up)."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        return out
+
+
+class DraftLayer(nn.Module):
+    """One pre-norm decoder layer over the block's slots."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(shape)
+        self.mlp = DraftMLP(shape)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+
+    def forward(
+        self, slots_SABH: Tensor, context: KeysValues, visible_SA: Tensor, table: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """The slots' states after this layer."""
+        attended = self.self_attn(self.input_layernorm(slots_SABH), context, visible_SA, table)
+        slots_SABH = slots_SABH + attended
+        out: Tensor = slots_SABH + self.mlp(self.post_attention_layernorm(slots_SABH))
+        return out
+
+
+class Drafter(nn.Module):
+    """The trainable part: no embedding and no head, both are the target's and frozen (see `frozen`)."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.shape = shape
+        num_captured = len(shape.target_layer_ids)
+        self.fc = nn.Linear(num_captured * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.layers: Sequence[DraftLayer] = nn.ModuleList(  # type: ignore[assignment]  # it is one, by duck
+            [DraftLayer(shape) for _ in range(shape.num_layers)]
+        )
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+
+    def initialize(self, generator: torch.Generator) -> None:
+        """Normal(0, initializer_range) matrices and unit norms, as transformers initialises Qwen3."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=self.shape.initializer_range, generator=generator)
+            else:
+                nn.init.ones_(parameter)
+
+    def read_context(self, states_STLH: Tensor, first_position: int = 0) -> list[KeysValues]:
+        """Keys and values (S, T, K, D) of the context in every layer.
+
+        `states_STLH` are the captured states of T consecutive positions, the first at `first_position`.
+        """
+        context = self.hidden_norm(self.fc(states_STLH.flatten(-2)))
+        positions = torch.arange(first_position, first_position + context.shape[1], device=context.device)
+        table = rotary_table(positions, self.shape.head_dim, self.shape.rope_theta)
+        return [layer.self_attn.keys_values(context, table) for layer in self.layers]
+
+    def forward(self, embedded_SABH: Tensor, context: list[KeysValues], anchors_SA: Tensor) -> Tensor:
+        """Normalised slot states (S, A, B, H), ready for the target's head.
+
+        `embedded_SABH` are the embeddings of [anchor's token, mask, …]; a block sees the context positions
+        before its anchor (`anchors_SA`, positions in the sample), and slot j stands at anchor + j.
+        """
+        offsets = torch.arange(embedded_SABH.shape[2], device=anchors_SA.device)
+        table = rotary_table(anchors_SA[..., None] + offsets, self.shape.head_dim, self.shape.rope_theta)
+        slots = embedded_SABH
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            slots = layer(slots, keys_values, anchors_SA, table)
+        out: Tensor = self.norm(slots)
+        return out
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor in a checkpoint of this shape."""
+        return {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
