@@ -47,6 +47,7 @@ class Manifest:
     data_fingerprint: str
     num_samples: NonNegativeInt
     order_seed: NonNegativeInt
+    mask_token_candidates: tuple[NonNegativeInt, ...] = ()  # ids that no sample holds, the best first
     settings: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, for information
 
 

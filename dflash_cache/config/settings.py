@@ -120,7 +120,6 @@ class ObjectiveSettings(Settings):
     )
     streak_alpha: Share = 0.5
     dpace_alpha: Share = 0.5
-    cap_lambda: NonNegativeFloat = 0.0
 
 
 class TrainSettings(Settings):
@@ -137,6 +136,10 @@ class TrainSettings(Settings):
     )
     anchors_per_sample: PositiveInt = Field(512, description="blocks drawn per sample and epoch at most (paper: 512)")
     validation_share: Annotated[float, Field(ge=0, lt=1)] = Field(0.02, description="share of the samples held out")
+    order: Literal["interleaved", "shuffled", "sequential"] = Field(
+        "interleaved",
+        description="how the epoch's list mixes the buckets; the other two are there for comparison",
+    )
     learning_rate: PositiveFloat = 6e-4
     betas: tuple[Share, Share] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
@@ -144,12 +147,13 @@ class TrainSettings(Settings):
     final_learning_rate_share: Share = Field(0.0, description="the cosine ends at this share of learning_rate")
     clip_norm: PositiveFloat = 1.0
     seed: NonNegativeInt = 0
-    dtype: Dtype = Field(
+    dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16",
         description="autocast dtype of the drafter's matrix products; master weights are float32",
     )
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     reader_threads: PositiveInt = 2
+    read_ahead_bytes: PositiveInt = Field(1 << 30, description="micro-batches read ahead of the step, at most")
     verify_checksums: bool = True
     log_every: PositiveInt = Field(10, description="steps between two console lines; every step is in the JSONL file")
     validate_every: PositiveInt = Field(100, description="steps between two validations")

@@ -138,7 +138,3 @@ class Drafter(nn.Module):
             slots = layer(slots, keys_values, anchors_SA, table)
         out: Tensor = self.norm(slots)
         return out
-
-    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor in a checkpoint of this shape."""
-        return {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}

@@ -1,0 +1,40 @@
+"""`dflash`, or `python -m dflash_cli`: one command a file, errors in one sentence, exit code 2 for the user's."""
+
+import os
+import sys
+
+import typer
+
+from dflash_cache.errors import DFlashError
+from dflash_cli.console import errors
+
+# Progress bars and advice of other libraries would garble ours; set before they are imported.
+for name, value in (("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1"), ("TQDM_DISABLE", "1")):
+    os.environ.setdefault(name, value)
+
+app = typer.Typer(
+    help="Train DFlash drafters for speculative decoding from a cache of hidden states.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line; a DFlashError ends as its sentence alone."""
+    from dflash_cli import convert, demo, evaluate, export, generate, inspect_buckets, train
+
+    for command in (convert, generate, inspect_buckets, train, evaluate, export, demo):
+        command.register(app)
+    try:
+        app()
+    except DFlashError as error:
+        errors.print(f"[red]Error:[/red] {error}" if errors.is_terminal else f"Error: {error}", markup=errors.is_terminal)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        errors.print("Stopped; what was committed is kept, and the same command goes on from there.")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

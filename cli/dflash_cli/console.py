@@ -1,0 +1,73 @@
+"""What all commands show alike: one console, progress with rate and time left, byte and count formats.
+
+On a terminal progress is one live line; in a log file it is a plain line now and then.
+"""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class WorkProgress:
+    """Progress of one long piece of work, counted in `unit`; a context manager."""
+
+    def __init__(self, title: str, total: int, unit: str) -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._started = self._last_line = time.monotonic()
+        self._first: int | None = None
+        self._note = ""
+        self._live: Progress | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> Self:
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+            self._live = Progress(*columns, TimeRemainingColumn(), console=console)
+            self._task = self._live.add_task(self._title, total=self._total, note="")
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, done: int, note: str = "") -> None:
+        """`done` of the total is done; what was done before the first update does not count for the rate."""
+        if self._first is None:
+            self._first = done
+        now = time.monotonic()
+        seconds = max(1e-6, now - self._started)
+        rate = (done - self._first) / seconds
+        text = f"{rate:,.0f} {self._unit}/s {note}".rstrip()
+        if self._live is not None:
+            self._live.update(self._task, completed=done, note=text)
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES or done >= self._total:
+            left = (self._total - done) / rate if rate else 0.0
+            console.print(f"{self._title}: {done:,} of {self._total:,} {self._unit}, {text}, {show_seconds(left)} left")
+            self._last_line = now
+
+
+def show_bytes(count: float) -> str:
+    """`1.5 GB`, decimal units as disks are sold in."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return ""
+
+
+def show_seconds(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

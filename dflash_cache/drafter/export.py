@@ -1,0 +1,143 @@
+"""A drafter as z-lab publishes them: config.json and model.safetensors, ready for their package, SGLang and vLLM.
+
+SGLang ignores tensor names it does not know, so a misnamed export would be a random drafter without an error.
+Every export is therefore checked against a strict table of names and shapes, and read back from the very files
+(`read_export`) before it is announced. Tensors and keys: FIELD.md, "The drafter".
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash_cache.config.settings import Dtype
+from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.shape import DrafterShape
+from dflash_cache.errors import RunError
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def export_zlab(drafter: Drafter, out: Path, dtype: Dtype) -> None:
+    """Write the drafter's folder `out`; nothing may stand there. Raises RunError."""
+    if out.exists():
+        raise RunError(f"{out} exists already: name another folder, or remove it.")
+    aside = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tensors = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in drafter.state_dict().items()}
+    save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(zlab_config(drafter.shape, dtype), indent=2)
+    (aside / "config.json").write_text(f"{text}\n", encoding="utf-8")
+    _, found = read_export(aside)
+    different = [name for name, tensor in tensors.items() if not torch.equal(found[name], tensor)]
+    if different:
+        raise RunError(f"The export to {out} did not read back as written ({different[0]}): check the storage.")
+    aside.rename(out)
+
+
+def read_export(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
+    """Shape and tensors of an exported drafter; RunError if names or shapes are not exactly the expected ones."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shape = shape_from_zlab(config)
+    tensors = load_file(folder / "model.safetensors")
+    expected = expected_tensors(shape)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected:
+        wrong = sorted({name for name, _ in found.items() ^ expected.items()})
+        raise RunError(f"The drafter in {folder} has missing, unknown or misshapen tensors: {', '.join(wrong[:4])}.")
+    return shape, tensors
+
+
+def expected_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a published drafter, written out from the shape alone."""
+    H, D, I = shape.hidden_size, shape.head_dim, shape.intermediate_size  # noqa: E741
+    queries, keys = shape.num_attention_heads * D, shape.num_key_value_heads * D
+    table: dict[str, tuple[int, ...]] = {
+        "fc.weight": (H, len(shape.target_layer_ids) * H),
+        "hidden_norm.weight": (H,),
+        "norm.weight": (H,),
+    }
+    for i in range(shape.num_layers):
+        table |= {
+            f"layers.{i}.input_layernorm.weight": (H,),
+            f"layers.{i}.post_attention_layernorm.weight": (H,),
+            f"layers.{i}.self_attn.q_proj.weight": (queries, H),
+            f"layers.{i}.self_attn.k_proj.weight": (keys, H),
+            f"layers.{i}.self_attn.v_proj.weight": (keys, H),
+            f"layers.{i}.self_attn.o_proj.weight": (H, queries),
+            f"layers.{i}.self_attn.q_norm.weight": (D,),
+            f"layers.{i}.self_attn.k_norm.weight": (D,),
+            f"layers.{i}.mlp.gate_proj.weight": (I, H),
+            f"layers.{i}.mlp.up_proj.weight": (I, H),
+            f"layers.{i}.mlp.down_proj.weight": (H, I),
+        }
+    return table
+
+
+def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
+    """config.json of a published drafter: a Qwen3 config with DFlash's own keys."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "block_size": shape.block_size,
+        "dflash_config": {
+            "block_size": shape.block_size,
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": list(shape.target_layer_ids),
+        },
+        "dtype": dtype,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "initializer_range": shape.initializer_range,
+        "intermediate_size": shape.intermediate_size,
+        "layer_types": ["full_attention"] * shape.num_layers,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_hidden_layers": shape.num_layers,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "num_target_layers": shape.target_num_layers,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_theta": shape.rope_theta,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": shape.vocab_size,
+    }
+
+
+def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
+    """The shape behind a published config.json, older (top-level `block_size`) or newer (inside `dflash_config`)."""
+    own = config["dflash_config"]
+    rope = config.get("rope_parameters") or {}
+    return DrafterShape(
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_attention_heads=config["num_attention_heads"],
+        num_key_value_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate_size=config["intermediate_size"],
+        rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]),
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+        block_size=own.get("block_size", config.get("block_size")),
+        mask_token_id=own["mask_token_id"],
+        target_layer_ids=tuple(own["target_layer_ids"]),
+        target_num_layers=config["num_target_layers"],
+        initializer_range=config.get("initializer_range", 0.02),
+    )

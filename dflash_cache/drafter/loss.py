@@ -1,0 +1,103 @@
+"""The loss through the target's frozen head, without ever holding logits for all positions.
+
+The head has no gradient of its own, so the gradient of a chunk's loss with respect to its states is known as soon
+as the chunk's logits are: softmax minus one-hot, times weight, times head. It is computed in the forward pass and
+kept (positions × hidden); the (chunk × vocabulary) logits are gone before the next chunk. Positions without
+supervision are never computed. Statistics come out of the same pass.
+
+The loss is a *sum*; the trainer divides by the summed weights of the whole optimizer step, so that accumulation
+over micro-batches and ranks gives the gradient of one large batch (FIELD.md: averaging per micro-batch weighs short
+batches too high).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_cache.drafter.anchors import Blocks
+
+CHUNK_LOGITS = 6_000_000  # logits of one chunk: 24 MB in float32, so that its passes stay in a CPU's caches
+
+Weigh = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """The summed loss of N blocks, and what each slot did; all but `loss_sum` are detached.
+
+    loss_sum: Σ weight · cross-entropy (nats), a scalar with a gradient; weight_sum: Σ weight.
+    ce_NK: cross-entropies, correct_NK: argmax is the label, mask_NK: supervised; zeros where not supervised.
+    """
+
+    loss_sum: Tensor
+    weight_sum: Tensor
+    ce_NK: Tensor
+    correct_NK: Tensor
+    mask_NK: Tensor
+
+
+def block_loss(states_SABH: Tensor, blocks: Blocks, head_VH: Tensor, weigh: Weigh) -> BlockLoss:
+    """Weighted cross-entropy of the labels under the head's distribution, slots 1…B−1.
+
+    `states_SABH` are the drafter's normalised slots; `weigh` maps (ce_NK, mask_NK) to weights (see `objective`).
+    The product with the head is computed in the head's dtype, softmax and sums in float32.
+    """
+    mask_NK = blocks.mask_SAK.flatten(0, 1)
+    kept_N = mask_NK[:, 0]  # a block without supervision has none in its first slot
+    states_NKH = states_SABH[:, :, 1:].flatten(0, 1)[kept_N]
+    mask_NK = mask_NK[kept_N]
+    labels_NK = blocks.labels_SAK.flatten(0, 1)[kept_N]
+    loss_sum, weight_sum, ce_NK, correct_NK = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
+        states_NKH, labels_NK, mask_NK, head_VH, weigh
+    )
+    return BlockLoss(loss_sum, weight_sum, ce_NK, correct_NK, mask_NK)
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states_NKH: Tensor, labels_NK: Tensor, mask_NK: Tensor, head_VH: Tensor, weigh: Weigh
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        N, K, _ = states_NKH.shape
+        device = states_NKH.device
+        wants_gradient = ctx.needs_input_grad[0]
+        gradient_NKH = torch.zeros_like(states_NKH) if wants_gradient else None
+        ce_NK = torch.zeros(N, K, device=device)
+        correct_NK = torch.zeros(N, K, dtype=torch.bool, device=device)
+        loss_sum = torch.zeros((), device=device)
+        weight_sum = torch.zeros((), device=device)
+        blocks_per_chunk = max(1, CHUNK_LOGITS // (head_VH.shape[0] * K))
+        for begin in range(0, N, blocks_per_chunk):
+            part = slice(begin, begin + blocks_per_chunk)
+            mask = mask_NK[part]
+            rows_RH = states_NKH[part][mask].to(head_VH.dtype)
+            labels_R = labels_NK[part][mask]
+            logits_RV = (rows_RH @ head_VH.T).float()
+            highest_R, argmax_R = logits_RV.max(dim=1)
+            label_logit_R = logits_RV.gather(1, labels_R[:, None])[:, 0]
+            exponentials_RV = logits_RV.sub_(highest_R[:, None]).exp_()
+            total_R = exponentials_RV.sum(dim=1)
+            ce_R = total_R.log() + highest_R - label_logit_R
+
+            ce_NK[part][mask] = ce_R
+            correct_NK[part][mask] = argmax_R == labels_R
+            weights_NK = weigh(ce_NK[part], mask)
+            weights_R = weights_NK[mask]
+            loss_sum += torch.dot(weights_R, ce_R)
+            weight_sum += weights_R.sum()
+            if gradient_NKH is not None:
+                gradient_RV = exponentials_RV.mul_((weights_R / total_R)[:, None])
+                gradient_RV.scatter_add_(1, labels_R[:, None], -weights_R[:, None])
+                gradient_NKH[part][mask] = (gradient_RV.to(head_VH.dtype) @ head_VH).to(gradient_NKH.dtype)
+        if gradient_NKH is not None:
+            ctx.save_for_backward(gradient_NKH)
+        ctx.mark_non_differentiable(weight_sum, ce_NK, correct_NK)
+        return loss_sum, weight_sum, ce_NK, correct_NK
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient_NKH,) = ctx.saved_tensors
+        return gradient_NKH * gradients[0].to(gradient_NKH.dtype), None, None, None, None

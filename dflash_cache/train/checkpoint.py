@@ -1,0 +1,112 @@
+"""Checkpoints: one file each, written aside and renamed; the last few and the best are kept.
+
+A checkpoint holds the drafter, the optimizer and the number of steps done. Order, anchors and learning rate are
+functions of that number, so nothing else has to be stored and a resumed run gives the same bits as one that never
+stopped. It names what it belongs to (cache, drafter's shape, settings that decide the bits), and anything else is
+refused with the difference shown.
+"""
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_cache.cache.files import write_atomically
+from dflash_cache.errors import RunError
+
+BEST = "best.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """step: optimizer steps done; drafter: its tensors; optimizer: its state; identity: what this run is."""
+
+    step: int
+    drafter: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    identity: dict[str, Any]
+    shape: dict[str, Any]
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write it atomically, then remove all but the last `keep` and the best."""
+    path = checkpoints_dir(run_dir) / f"step-{checkpoint.step:06d}.pt"
+    buffer = io.BytesIO()
+    torch.save(vars(checkpoint), buffer)
+    write_atomically(path, buffer.getvalue())
+    best = best_path(run_dir)
+    for old in _list(run_dir)[:-keep]:
+        if old not in (best, path):
+            old.unlink()
+    return path
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read one, on the CPU. Raises RunError if it is missing or damaged."""
+    try:
+        return Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+    except FileNotFoundError:
+        raise RunError(f"There is no checkpoint {path}: run `dflash train` first.") from None
+    except Exception as error:  # whatever a damaged file makes torch raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RunError(
+            f"The checkpoint {path} is damaged ({reason}): remove it to go on from the one before."
+        ) from None
+
+
+def latest_path(run_dir: Path) -> Path | None:
+    """The last checkpoint, if there is one."""
+    return next(iter(reversed(_list(run_dir))), None)
+
+
+def best_path(run_dir: Path) -> Path | None:
+    """The checkpoint with the best validation, if there is one."""
+    try:
+        name: str = json.loads((checkpoints_dir(run_dir) / BEST).read_text())["checkpoint"]
+    except FileNotFoundError:
+        return None
+    path = checkpoints_dir(run_dir) / name
+    return path if path.exists() else None
+
+
+def best_score(run_dir: Path, up_to_step: int) -> float:
+    """Validation's acceptance estimate of the best checkpoint; −inf without one, or if it is past `up_to_step`."""
+    try:
+        best = json.loads((checkpoints_dir(run_dir) / BEST).read_text())
+    except FileNotFoundError:
+        return float("-inf")
+    return float(best["acceptance_estimate"]) if best["step"] <= up_to_step else float("-inf")
+
+
+def mark_best(run_dir: Path, path: Path, step: int, acceptance_estimate: float) -> None:
+    """Remember `path` as the best so far."""
+    text = json.dumps({"checkpoint": path.name, "step": step, "acceptance_estimate": acceptance_estimate})
+    write_atomically(checkpoints_dir(run_dir) / BEST, text.encode())
+
+
+def check_identity(checkpoint: Checkpoint, now: dict[str, Any], run_dir: Path) -> None:
+    """Raise RunError, showing the differences, if the run's folder belongs to something else."""
+    was = checkpoint.identity
+    different = [
+        f"{key}: was {was.get(key)}, is {now.get(key)}"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+    ]
+    if different:
+        raise RunError(
+            f"The run in {run_dir} was made with other settings ({'; '.join(different)}): set run_dir to another "
+            "folder, or take the settings back."
+        )
+
+
+def _list(run_dir: Path) -> list[Path]:
+    return sorted(checkpoints_dir(run_dir).glob("step-*.pt"))

@@ -1,0 +1,206 @@
+"""Everything a training run needs, opened and checked before its first step.
+
+The cache must be whole and of this target, the run's folder new or of this very run, the drafter's shape possible:
+whatever is wrong ends here in one sentence, not in a figure weeks later.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dflash_cache.cache.files import write_atomically
+from dflash_cache.cache.layout import Manifest
+from dflash_cache.cache.reader import CacheReader
+from dflash_cache.config.loading import dump_config
+from dflash_cache.config.settings import Config
+from dflash_cache.data.plan import BatchLimits, EpochPlan, encode_plan, plan_epoch, step_bounds
+from dflash_cache.drafter.device import resolve_device
+from dflash_cache.drafter.frozen import FrozenTarget, load_frozen
+from dflash_cache.drafter.mask_token import choose_mask_token
+from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.shape import shape_from_target
+from dflash_cache.drafter.start import start_drafter
+from dflash_cache.drafter.weights import TargetFiles
+from dflash_cache.errors import CacheError, ConfigError
+from dflash_cache.train.checkpoint import Checkpoint, check_identity, latest_path, load_checkpoint
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+VALIDATION_EPOCH = 2**31  # anchors of held-out samples: the same at every validation, of no training epoch
+
+
+@dataclass
+class TrainingRun:
+    """One run: what it reads, what it trains, and how far it is (`step` optimizer steps done)."""
+
+    config: Config
+    reader: CacheReader
+    frozen: FrozenTarget
+    drafter: Drafter
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    training_rows: np.ndarray
+    validation_rows: np.ndarray
+    epoch_steps: list[int]
+    identity: dict[str, Any]
+    step: int
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        limit = self.config.train.max_steps
+        total = sum(self.epoch_steps)
+        return total if limit is None else min(total, limit)
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The epoch's list; the same whenever it is asked for."""
+        return plan_training_epoch(self.config, self.reader, self.training_rows, epoch)
+
+    def checkpoint(self) -> Checkpoint:
+        """The run as it stands."""
+        return Checkpoint(
+            step=self.step,
+            drafter=self.drafter.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            identity=self.identity,
+            shape=self.drafter.shape.to_dict(),
+        )
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[TrainingRun]:
+    """A new run, or the one in `run_dir` where its last checkpoint left it.
+
+    Raises CacheError, ConfigError, TargetError or RunError before anything is written.
+    """
+    settings = config.train
+    device = resolve_device(settings.device)
+    with CacheReader(Path(config.cache_dir), settings.verify_checksums) as reader:
+        files = TargetFiles(config.target)
+        check_cache(reader, files, config)
+        shape = shape_from_target(
+            files.load_config(),
+            config.drafter,
+            reader.manifest.layer_ids,
+            choose_mask_token(config.drafter, reader.manifest.vocab_size, reader.manifest.mask_token_candidates),
+        )
+        drafter = Drafter(shape)
+        start_drafter(drafter, config.drafter, files, settings.seed)
+        drafter.to(device)
+        training_rows, validation_rows = split_rows(reader.index.sample, settings.validation_share, settings.seed)
+        run = TrainingRun(
+            config=config,
+            reader=reader,
+            frozen=load_frozen(files, shape.embedding_scale, COMPUTE_DTYPES[settings.dtype], device),
+            drafter=drafter,
+            optimizer=make_optimizer(drafter, config),
+            device=device,
+            training_rows=training_rows,
+            validation_rows=validation_rows,
+            epoch_steps=[
+                len(epoch_bounds(config, plan_training_epoch(config, reader, training_rows, epoch))) - 1
+                for epoch in range(settings.epochs)
+            ],
+            identity=identify(config, reader, shape.to_dict()),
+            step=0,
+        )
+        _resume(run)
+        write_atomically(Path(config.run_dir) / "config.yaml", dump_config(config).encode())
+        yield run
+
+
+def check_cache(reader: CacheReader, files: TargetFiles, config: Config) -> None:
+    """Raise CacheError if the cache is unfinished or was made from another target or with other layers."""
+    manifest: Manifest = reader.manifest
+    cache_dir = Path(config.cache_dir)
+    fingerprint = files.fingerprint()
+    if fingerprint != manifest.target_fingerprint:
+        raise CacheError(
+            f"The cache at {cache_dir} was made from another target ({manifest.target_model}, fingerprint "
+            f"{manifest.target_fingerprint}) than {config.target.model} ({fingerprint}): set target.model to that one, "
+            "or cache_dir to a cache of this one."
+        )
+    wanted = config.target.layer_ids
+    if wanted is not None and wanted != manifest.layer_ids:
+        raise CacheError(
+            f"The cache at {cache_dir} holds layers {list(manifest.layer_ids)}, target.layer_ids is {list(wanted)}: "
+            "take the cache's, or generate another cache."
+        )
+    num_cached = len(reader.index.sample)
+    if num_cached < manifest.num_samples:
+        raise CacheError(
+            f"The cache at {cache_dir} is unfinished ({num_cached:,} of {manifest.num_samples:,} samples): run "
+            "`dflash generate` again, it goes on where it stopped."
+        )
+
+
+def split_rows(sample_N: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of training and of held-out samples, both ascending; the split depends on seed and samples alone."""
+    num_held_out = round(share * len(sample_N))
+    if share > 0:
+        num_held_out = max(1, num_held_out)
+    if num_held_out >= len(sample_N):
+        raise ConfigError(
+            f"train.validation_share {share} leaves no sample of {len(sample_N)} to train on; lower it, or cache more."
+        )
+    permutation = np.random.default_rng((seed, len(sample_N))).permutation(len(sample_N))
+    return np.sort(permutation[num_held_out:]), np.sort(permutation[:num_held_out])
+
+
+def plan_training_epoch(config: Config, reader: CacheReader, rows: np.ndarray, epoch: int) -> EpochPlan:
+    """The epoch's micro-batches over the index positions `rows`, in the order of the list."""
+    settings = config.train
+    limits = BatchLimits(settings.token_budget, settings.max_samples, settings.order)
+    plan = plan_epoch(reader.index.length[rows], reader.index.bucket[rows], limits, settings.seed, epoch)
+    return replace(plan, rows=rows[plan.rows])
+
+
+def epoch_bounds(config: Config, plan: EpochPlan) -> np.ndarray:
+    """Where each step of the epoch begins and ends in the order."""
+    return step_bounds(plan.num_micro_batches, config.train.accumulation)
+
+
+def write_plan(config: Config, plan: EpochPlan, epoch: int) -> None:
+    """Leave the epoch's list in the run's folder, to be looked at."""
+    write_atomically(Path(config.run_dir) / "plans" / f"epoch-{epoch:03d}.parquet", encode_plan(plan))
+
+
+def make_optimizer(drafter: Drafter, config: Config) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only."""
+    settings = config.train
+    matrices = [parameter for parameter in drafter.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in drafter.parameters() if parameter.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        fused=True,
+    )
+
+
+def identify(config: Config, reader: CacheReader, shape: dict[str, Any]) -> dict[str, Any]:
+    """What decides a run's bits: the cache, the drafter, the objective, and the training settings but for logging."""
+    free = {"log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes", "max_steps"}
+    train = config.train.model_dump(mode="json")
+    return {
+        "cache": reader.fingerprint,
+        "init": config.drafter.init,
+        **{f"drafter.{key}": list(value) if isinstance(value, tuple) else value for key, value in shape.items()},
+        **{f"objective.{key}": value for key, value in config.objective.model_dump(mode="json").items()},
+        **{f"train.{key}": value for key, value in train.items() if key not in free},
+    }
+
+
+def _resume(run: TrainingRun) -> None:
+    path = latest_path(Path(run.config.run_dir))
+    if path is None:
+        return
+    checkpoint = load_checkpoint(path)
+    check_identity(checkpoint, run.identity, Path(run.config.run_dir))
+    run.drafter.load_state_dict(checkpoint.drafter)
+    run.optimizer.load_state_dict(checkpoint.optimizer)
+    run.step = checkpoint.step

@@ -1,0 +1,83 @@
+"""From the order to ready micro-batches: read, checked, blocks drawn, ahead of the training loop.
+
+The order is fixed before anything is read; threads only make what comes next ready sooner, so their number and
+the bytes they read ahead never change what is trained on. Threads, not processes: reads and checksums release
+the GIL, and nothing has to be shared, locked or replayed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from dflash_cache.cache.reader import Batch, CacheReader
+from dflash_cache.drafter.anchors import Blocks, draw_anchors, make_blocks
+
+Item = TypeVar("Item")
+Ready = TypeVar("Ready")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward's input: padded samples of one bucket and the blocks drafted in them."""
+
+    batch: Batch
+    blocks: Blocks
+    bucket: int
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on another device; the cached states go as they are stored."""
+        batch = Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self.batch).items()})
+        return MicroBatch(batch, self.blocks.to(device), self.bucket)
+
+
+@dataclass(frozen=True)
+class BlockDraw:
+    """How blocks are drawn: `count` anchors a sample at most, seeded by (seed, epoch, sample)."""
+
+    block_size: int
+    count: int
+    seed: int
+    epoch: int
+
+
+def load_micro_batch(reader: CacheReader, rows: np.ndarray, bucket: int, draw: BlockDraw) -> MicroBatch:
+    """Read the samples at `rows` of the index and draw their blocks."""
+    batch = reader.read_batch(rows)
+    mask_ST = batch.loss_mask.numpy()
+    anchors = [
+        draw_anchors(mask_ST[s, :length], draw.count, (draw.seed, draw.epoch, sample))
+        for s, (sample, length) in enumerate(zip(batch.sample.tolist(), batch.length.tolist(), strict=True))
+    ]
+    blocks = make_blocks(batch.input_ids, batch.loss_mask, anchors, draw.block_size)
+    return MicroBatch(batch, blocks, bucket)
+
+
+def read_ahead(
+    items: Iterable[tuple[Item, int]], load: Callable[[Item], Ready], threads: int, max_bytes: int
+) -> Iterator[Ready]:
+    """`load` of every item, in order, made ready by `threads`; `items` come with their size in bytes.
+
+    At most `max_bytes` are in flight or waiting (one item always is, however large). An exception of `load` is raised
+    in its place in the order.
+    """
+    waiting: deque[tuple[Future[Ready], int]] = deque()
+    held_bytes = 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-ahead") as pool:
+        try:
+            for item, num_bytes in items:
+                while waiting and held_bytes + num_bytes > max_bytes:
+                    future, size = waiting.popleft()
+                    yield future.result()
+                    held_bytes -= size
+                waiting.append((pool.submit(load, item), num_bytes))
+                held_bytes += num_bytes
+            while waiting:
+                yield waiting.popleft()[0].result()
+        finally:
+            for future, _ in waiting:
+                future.cancel()
