@@ -29,7 +29,9 @@ def main() -> None:
     try:
         app()
     except DFlashError as error:
-        errors.print(f"[red]Error:[/red] {error}" if errors.is_terminal else f"Error: {error}", markup=errors.is_terminal)
+        errors.print(
+            f"[red]Error:[/red] {error}" if errors.is_terminal else f"Error: {error}", markup=errors.is_terminal
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         errors.print("Stopped; what was committed is kept, and the same command goes on from there.")

@@ -20,7 +20,7 @@ class WorkProgress:
     """Progress of one long piece of work, counted in `unit`; a context manager."""
 
     def __init__(self, title: str, total: int, unit: str) -> None:
-        self._title, self._total, self._unit = title, total, unit
+        self.title, self._total, self._unit = title, total, unit
         self._started = self._last_line = time.monotonic()
         self._first: int | None = None
         self._note = ""
@@ -29,9 +29,14 @@ class WorkProgress:
 
     def __enter__(self) -> Self:
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
             self._live = Progress(*columns, TimeRemainingColumn(), console=console)
-            self._task = self._live.add_task(self._title, total=self._total, note="")
+            self._task = self._live.add_task(self.title, total=self._total, note="")
             self._live.start()
         return self
 
@@ -53,7 +58,7 @@ class WorkProgress:
             self._live.update(self._task, completed=done, note=text)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES or done >= self._total:
             left = (self._total - done) / rate if rate else 0.0
-            console.print(f"{self._title}: {done:,} of {self._total:,} {self._unit}, {text}, {show_seconds(left)} left")
+            console.print(f"{self.title}: {done:,} of {self._total:,} {self._unit}, {text}, {show_seconds(left)} left")
             self._last_line = now
 
 

@@ -88,6 +88,7 @@ class GenerateSettings(Settings):
 
     token_budget: PositiveInt = Field(8192, description="padded tokens of one forward pass")
     shard_bytes: PositiveInt = Field(1 << 30, description="a shard is closed when it holds this many bytes")
+    shard_seconds: PositiveFloat = Field(600.0, description="or when it has been open for this long")
     order_seed: NonNegativeInt = Field(0, description="seed of the order in which jobs are listed")
 
 

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from dflash_cache.cache.files import write_atomically
+from dflash_cache.drafter.export import read_export
+from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.shape import DrafterShape
 from dflash_cache.errors import RunError
 
 BEST = "best.json"
@@ -61,6 +64,20 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise RunError(
             f"The checkpoint {path} is damaged ({reason}): remove it to go on from the one before."
         ) from None
+
+
+def load_drafter(path: Path) -> Drafter:
+    """The drafter of a checkpoint, or of an exported folder. Raises RunError."""
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise RunError(f"There is no checkpoint in {path}: run `dflash train` first.")
+        shape, tensors = read_export(path)
+    else:
+        checkpoint = load_checkpoint(path)
+        shape, tensors = DrafterShape.from_dict(checkpoint.shape), checkpoint.drafter
+    drafter = Drafter(shape)
+    drafter.load_state_dict(tensors)
+    return drafter.eval()
 
 
 def latest_path(run_dir: Path) -> Path | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import torch
 import wandb
@@ -60,16 +60,14 @@ class StepSums:
 
 
 class JsonLines:
-    """One JSON object a line, flushed line by line; a resumed run goes on in the same file."""
+    """One JSON object a line, flushed line by line; a resumed run goes on in the same file.
 
-    def __init__(self, path: Path, from_step: int) -> None:
-        """Keep the lines before `from_step` (a killed run may have logged past its last checkpoint)."""
-        kept = ""
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] < from_step)
-        path.write_text(kept, encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+    A killed run may have logged past its last checkpoint: at the first record, lines from its step on are cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -77,11 +75,21 @@ class JsonLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __call__(self, record: Record) -> None:
         """Write one record."""
+        if self._file is None:
+            self._file = self._open_at(record["step"])
         self._file.write(json.dumps(record) + "\n")
+
+    def _open_at(self, step: int) -> TextIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+        self._path.write_text("".join(kept), encoding="utf-8")
+        return self._path.open("a", encoding="utf-8", buffering=1)
 
 
 class Wandb(AbstractContextManager["Wandb"]):

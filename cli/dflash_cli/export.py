@@ -1,0 +1,33 @@
+"""`dflash export`: a checkpoint as a published drafter."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dflash_cache.config.loading import load_config
+from dflash_cli.console import console
+from dflash_cli.options import ConfigFile, Overrides
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def export(
+        config: ConfigFile,
+        out: Annotated[Path, typer.Argument(help="The folder to make.")],
+        overrides: Overrides = None,
+        checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint; without it the run's best.")] = None,
+        dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    ) -> None:
+        """Write config.json and model.safetensors as z-lab publishes DFlash drafters."""
+        from dflash_cache.drafter.export import DTYPES, export_zlab
+        from dflash_cache.errors import ConfigError
+        from dflash_cli.evaluate import open_drafter
+
+        known = next((name for name in DTYPES if name == dtype), None)
+        if known is None:
+            raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}.")
+        export_zlab(open_drafter(load_config(config, overrides or []), checkpoint), out, known)
+        console.print(f"The drafter {out} is ready.")

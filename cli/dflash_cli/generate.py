@@ -1,0 +1,84 @@
+"""`dflash generate`: run the target once and leave a cache of its hidden states."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import typer
+
+from dflash_cache.cache.layout import Manifest
+from dflash_cache.config.loading import dump_config, load_config
+from dflash_cache.config.settings import Config
+from dflash_cache.target.observer import Estimate, Observer
+from dflash_cli.console import WorkProgress, console, show_bytes
+from dflash_cli.options import ConfigFile, Overrides, Strict
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def generate(config: ConfigFile, overrides: Overrides = None, strict: Strict = False) -> None:
+        """Run the target over the conversations and cache its hidden states; goes on where it was stopped."""
+        settings = load_config(config, [*(overrides or []), *(["data.strict=true"] if strict else [])])
+        generate_cache(settings)
+
+
+def generate_cache(config: Config) -> tuple[Manifest, "GenerateConsole"]:
+    """Fill the cache, showing what happens."""
+    from dflash_cache.cache.files import write_atomically
+    from dflash_cache.target.generate import generate
+
+    with GenerateConsole() as shown:
+        manifest = generate(config, shown)
+    write_atomically(Path(config.cache_dir) / "config.yaml", dump_config(config).encode())
+    console.print(f"The cache {config.cache_dir} is complete: {manifest.num_samples:,} samples.")
+    return manifest, shown
+
+
+class GenerateConsole(Observer):
+    """Shows the first stage on the console, and keeps its figures."""
+
+    def __init__(self) -> None:
+        self.new_tokens = 0
+        self.cached_tokens = 0
+        self._stack = ExitStack()
+        self._progress: WorkProgress | None = None
+        self._first_tokens: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def skipped(self, reasons: dict[str, int], first: dict[str, str]) -> None:
+        """One line a reason."""
+        for reason, count in reasons.items():
+            console.print(f"Left out {count:,} (first: {first.get(reason, '?')}): {reason}.")
+
+    def responding(self, done: int, total: int, new_tokens: int) -> None:
+        """Prompts and tokens answered."""
+        self.new_tokens = new_tokens
+        self._show("Answering", done, total, "prompts", f"{new_tokens:,} tokens")
+
+    def estimated(self, estimate: Estimate) -> None:
+        """The size, before the first forward."""
+        console.print(
+            f"{estimate.num_samples:,} samples, {estimate.num_tokens:,} tokens of {estimate.token_bytes:,} bytes: "
+            f"the cache takes {show_bytes(estimate.total_bytes)}, {show_bytes(estimate.remaining_bytes)} of it still "
+            f"to be written; {show_bytes(estimate.free_bytes)} are free."
+        )
+
+    def forwarding(self, done_tokens: int, total_tokens: int) -> None:
+        """Tokens cached."""
+        if self._first_tokens is None:
+            self._first_tokens = done_tokens
+        self.cached_tokens = done_tokens - self._first_tokens
+        self._show("Caching", done_tokens, total_tokens, "tokens", "")
+
+    def _show(self, title: str, done: int, total: int, unit: str, note: str) -> None:
+        if self._progress is None or self._progress.title != title:
+            self._stack.close()
+            self._progress = self._stack.enter_context(WorkProgress(title, total, unit))
+        self._progress.update(done, note)

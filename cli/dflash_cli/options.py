@@ -1,0 +1,14 @@
+"""Arguments and options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override a setting, e.g. --set train.seed=3; may be repeated."),
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first malformed record instead of skipping it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

@@ -1,0 +1,85 @@
+"""`dflash train`: the drafter, from the cache alone."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import typer
+
+from dflash_cache.config.loading import load_config
+from dflash_cache.config.settings import Config
+from dflash_cache.train.metrics import Record, Sink
+from dflash_cli.console import console, show_seconds
+from dflash_cli.options import ConfigFile, Overrides
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def train(config: ConfigFile, overrides: Overrides = None) -> None:
+        """Train a drafter from the cache; goes on where it was stopped."""
+        train_drafter(load_config(config, overrides or []))
+
+
+def train_drafter(config: Config) -> "TrainConsole":
+    """Train to the end, or until a signal stops it."""
+    from dflash_cache.train.checkpoint import latest_path
+    from dflash_cache.train.loop import train
+    from dflash_cache.train.metrics import JsonLines, Wandb
+
+    run_dir = Path(config.run_dir)
+    shown = TrainConsole(config.train.log_every)
+    with ExitStack() as stack:
+        sinks: list[Sink] = [shown, stack.enter_context(JsonLines(run_dir / "log.jsonl"))]
+        if config.wandb.mode != "disabled":
+            sinks.append(stack.enter_context(Wandb(config)))
+        complete = train(config, sinks)
+    if complete:
+        console.print(f"Training is complete: {latest_path(run_dir)}")
+    else:
+        console.print(f"Stopped with a checkpoint ({latest_path(run_dir)}); the same command goes on from there.")
+    return shown
+
+
+class TrainConsole:
+    """A line every few steps: loss, accuracy by slot, acceptance, rates, time left."""
+
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
+        self.tokens = 0
+        self.blocks = 0
+        self.seconds = 0.0
+        self._waited = 0.0
+        self._first_step: int | None = None
+
+    def __call__(self, record: Record) -> None:
+        """Show a record if it is due."""
+        if record["kind"] == "validation":
+            console.print(
+                f"validation at step {record['step']}: loss {record['loss']:.3f}, accuracy "
+                f"{_percentages(record['position_accuracy'])}, acceptance ~{record['acceptance_estimate']:.3f}"
+            )
+            return
+        step, num_steps = record["step"], record["num_steps"]
+        if self._first_step is None:
+            self._first_step = step - 1
+        self.tokens += record["tokens"]
+        self.blocks += record["blocks"]
+        self.seconds += record["seconds"] + record["wait"]
+        self._waited += record["wait"]
+        if record["skipped"]:
+            console.print(f"step {step}: the gradient is not finite; the step is skipped.")
+        if step % self._log_every and step != num_steps:
+            return
+        left = (num_steps - step) * self.seconds / (step - self._first_step)
+        console.print(
+            f"step {step}/{num_steps}  loss {record['loss']:.3f}  accuracy {_percentages(record['position_accuracy'])}"
+            f"  acceptance ~{record['acceptance_estimate']:.2f}  lr {record['learning_rate']:.1e}"
+            f"  norm {record['gradient_norm']:.2f}  {self.tokens / self.seconds:,.0f} tokens/s"
+            f"  wait {100 * self._waited / self.seconds:.0f} %  {show_seconds(left)} left",
+            soft_wrap=True,
+        )
+
+
+def _percentages(shares: list[float]) -> str:
+    return "/".join(f"{100 * share:.0f}" for share in shares) + " %"

@@ -1,0 +1,181 @@
+"""Conversations to token ids and an exact loss mask over the assistant's tokens, with the chat template as it is.
+
+Where the template marks the assistant's text itself (`{% generation %}`), transformers' mask is taken. Elsewhere the
+mask is found by prefix differences: what the template gives for the messages before an answer (asking for one) must
+begin what it gives with the answer, and that must begin what it gives for the whole conversation, as text and as
+token ids; the difference is supervised up to the last stop token. Strings are never searched for, so no content can
+pass for a turn. What does not hold is refused, not guessed. The cost is one tokenization of the whole conversation
+and two of the part up to each answer (one and one for a single answer).
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+from xxhash import xxh3_64
+
+from dflash_cache.data.conversations import Conversation, Message, RecordError
+from dflash_cache.errors import TargetError
+
+MASK_RULE = "assistant-spans-1"  # changes with any rule below that can change a mask
+
+_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # in the template's own text
+_STATE_KEYS = ("padding", "truncation")  # of the last call, in the backend's JSON
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """input_ids (T) int32 and loss_mask (T) bool; `unsupervised_answers` had to be left out of the mask."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    unsupervised_answers: int = 0
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise TargetError unless the tokenizer of the target `name` has a chat template to use by default."""
+    if not _has_template(tokenizer):
+        raise TargetError(
+            f"The tokenizer of {name} has no chat template: take the instruction-tuned variant of the model, or add a "
+            "chat_template.jinja to its folder."
+        )
+
+
+def tokenize_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], source: str = "The prompt"
+) -> list[int]:
+    """The ids after which the target would begin its answer. Raises RecordError if the template refuses."""
+    return _encode(tokenizer, _render(tokenizer, messages, source, ask=True))
+
+
+def answer_sample(prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray) -> Tokens:
+    """A prompt and the target's own answer to it: its ids as they are, all supervised, a final stop token included."""
+    input_ids = np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(answer_ids, np.int32)])
+    return Tokens(input_ids, np.arange(len(input_ids)) >= len(prompt_ids))
+
+
+def tokenize_conversation(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, stop_ids: frozenset[int] = frozenset()
+) -> Tokens:
+    """The whole conversation; every answer is supervised with its stop token, or only the last one.
+
+    `stop_ids` are the target's stop tokens besides the tokenizer's end of sequence. Where the template changes an
+    earlier answer once more follows (it drops its reasoning, say), the target never sees both as one text, and only
+    the last answer is supervised. Raises RecordError if that one cannot be told from its prompt either, if there is
+    none, or if the template refuses.
+    """
+    answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
+    if not answers:
+        raise RecordError(conversation.source, "no answer")
+    if tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()):
+        return _tokenize_marked(tokenizer, conversation)
+    input_ids = _encode(tokenizer, _render(tokenizer, conversation.messages, conversation.source))
+    stops = stop_ids | {tokenizer.eos_token_id}
+    try:
+        spans = [_find_answer(tokenizer, conversation, input_ids, stops, i) for i in answers]
+    except RecordError:
+        spans = [_find_answer(tokenizer, conversation, input_ids, stops, answers[-1])]
+    loss_mask = np.zeros(len(input_ids), bool)
+    for begin, end in spans:
+        loss_mask[begin:end] = True
+    return Tokens(np.asarray(input_ids, np.int32), loss_mask, len(answers) - len(spans))
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits (xxh3) that change with the vocabulary, the rules of splitting and the special tokens.
+
+    The padding and truncation of earlier calls do not count. Takes about a second for a vocabulary of 150,000.
+    """
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules = {key: value for key, value in rules.items() if key not in _STATE_KEYS}
+    else:
+        rules = tokenizer.get_vocab()
+    return _fingerprint([rules, tokenizer.special_tokens_map])
+
+
+def template_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits (xxh3) that change with the text of the chat template."""
+    return _fingerprint(tokenizer.get_chat_template())
+
+
+def _has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    template = tokenizer.chat_template
+    return "default" in template if isinstance(template, dict) else bool(template)
+
+
+def _tokenize_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Tokens:
+    """The mask of the template's own marks: every token that overlaps a marked text."""
+    try:
+        encoded = tokenizer.apply_chat_template(
+            _as_dicts(conversation.messages), return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise _refused(conversation.source, error) from None
+    assert isinstance(encoded, BatchEncoding)
+    loss_mask = np.asarray(encoded["assistant_masks"], bool)
+    if not loss_mask.any():
+        raise RecordError(conversation.source, "the chat template marks no token of the answers")
+    return Tokens(np.asarray(encoded["input_ids"], np.int32), loss_mask)
+
+
+def _find_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    input_ids: list[int],
+    stops: frozenset[int],
+    i: int,
+) -> tuple[int, int]:
+    """Where in `input_ids`, those of the whole conversation, the answer in message `i` begins and ends."""
+    messages = conversation.messages
+    prompt = _render(tokenizer, messages[:i], conversation.source, ask=True)
+    answered = _render(tokenizer, messages[: i + 1], conversation.source)
+    if not answered.startswith(prompt):
+        raise RecordError(conversation.source, "the chat template changes the prompt once it is answered")
+    prompt_ids = _encode(tokenizer, prompt)
+    answered_ids = _encode(tokenizer, answered) if i + 1 < len(messages) else input_ids
+    begin = len(prompt_ids)
+    if answered_ids[:begin] != prompt_ids:
+        raise RecordError(conversation.source, "the answer begins within a token of the prompt")
+    end = _end_of_answer(answered_ids, begin, stops)
+    if input_ids[:end] != answered_ids[:end]:
+        raise RecordError(conversation.source, "the chat template changes an answer once more follows")
+    return begin, end
+
+
+def _end_of_answer(ids: list[int], begin: int, stops: frozenset[int]) -> int:
+    """Just after the last stop token: the template may add what no model generates; without one, the very end."""
+    for i in range(len(ids), begin, -1):
+        if ids[i - 1] in stops:
+            return i
+    return len(ids)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], source: str, ask: bool = False) -> str:
+    """The template's text for `messages`; `ask` adds the beginning of an answer."""
+    try:
+        return str(tokenizer.apply_chat_template(_as_dicts(messages), tokenize=False, add_generation_prompt=ask))
+    except (TemplateError, TypeError, ValueError) as error:
+        raise _refused(source, error) from None
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids that apply_chat_template gives: special tokens are the template's affair."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def _refused(source: str, error: Exception) -> RecordError:
+    return RecordError(source, "refused by the chat template", str(error).partition("\n")[0])
+
+
+def _fingerprint(value: object) -> str:
+    return xxh3_64(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

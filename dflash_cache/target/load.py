@@ -1,0 +1,189 @@
+"""The frozen target: its model, tokenizer, decoder layers and which of them are captured.
+
+Everything that can be wrong with a target is found here, before the first forward, and said in one sentence: no such
+folder, no safetensors, a family that transformers does not know, a checkpoint that lacks tensors (which transformers
+would fill with random numbers after a warning). Code that comes with a checkpoint is never run. It costs one read of
+the weights.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from dflash_cache.config.settings import TargetSettings
+from dflash_cache.drafter.device import resolve_device
+from dflash_cache.drafter.shape import spread_layer_ids
+from dflash_cache.drafter.weights import TargetFiles
+from dflash_cache.errors import ConfigError, TargetError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target: `model` in eval mode without gradients, in `dtype` on `device`.
+
+    `config` is the text model's, `layers` its decoder layers, `layer_ids` the captured ones, ascending from 0.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    config: PretrainedConfig
+    layers: nn.ModuleList
+    layer_ids: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+    fingerprint: str
+
+
+def load_target(settings: TargetSettings) -> Target:
+    """The target, ready to run. Raises TargetError or ConfigError, in one sentence, if it cannot be used."""
+    files = TargetFiles(settings)
+    config = files.load_config()
+    layer_ids = resolve_layer_ids(settings, config)
+    device = resolve_device(settings.device)
+    tokenizer = load_tokenizer(settings)
+    model = _load_model(settings).to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # wrapped `to`
+    return Target(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        layers=find_decoder_layers(model),
+        layer_ids=layer_ids,
+        device=device,
+        dtype=DTYPES[settings.dtype],
+        fingerprint=files.fingerprint(),
+    )
+
+
+def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
+    """The target's tokenizer. Raises TargetError if there is none or transformers cannot read it."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            settings.model, revision=settings.revision, trust_remote_code=False
+        )
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise TargetError(
+            f"The tokenizer of the target {settings.model} cannot be used ({first_line(error)}): "
+            "put the tokenizer's files beside config.json."
+        ) from None
+    return tokenizer
+
+
+def load_target_config(settings: TargetSettings) -> PretrainedConfig:
+    """The text model's config, without loading weights. Raises TargetError if there is no such target."""
+    return TargetFiles(settings).load_config()
+
+
+def target_fingerprint(settings: TargetSettings) -> str:
+    """16 hex digits (xxh3) over the config and each weight file's size, header and three samples of 64 KiB.
+
+    Begin, middle and end of a file tell two trainings of one model apart at a cost that does not grow with the target,
+    but a change elsewhere in a file goes unseen. Raises TargetError if there is no such target.
+    """
+    return TargetFiles(settings).fingerprint()
+
+
+def resolve_layer_ids(settings: TargetSettings, config: PretrainedConfig) -> tuple[int, ...]:
+    """The layers to capture: those of the settings, else spread over the depth. ConfigError if one does not exist."""
+    depth = config.num_hidden_layers
+    if settings.layer_ids is None:
+        return spread_layer_ids(depth, settings.num_layers)
+    if settings.layer_ids[-1] >= depth:  # ascending: the last is the deepest
+        raise ConfigError(
+            f"target.layer_ids names layer {settings.layer_ids[-1]}, but the target {settings.model} has {depth} "
+            f"layers: use ids from 0 to {depth - 1}."
+        )
+    return settings.layer_ids
+
+
+def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a plain or wrapped model: its one ModuleList as long as the text model is deep.
+
+    Lists inside a layer (experts) and beside the text model (a vision tower) do not count. Raises TargetError if none
+    or several are left.
+    """
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in text_model(model).named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) == depth and not inside:
+            found[name] = module
+    if len(found) != 1:
+        what = f"{len(found)} lists of {depth} layers ({', '.join(found)})" if found else f"no list of {depth} layers"
+        raise TargetError(
+            f"The target's model ({type(model).__name__}) has {what} where its decoder layers should be: "
+            "this family is not supported yet."
+        )
+    return next(iter(found.values()))
+
+
+def stop_tokens(target: Target) -> frozenset[int]:
+    """The ids that end an answer: those of the model's generation config, and the tokenizer's end of sequence."""
+    named = target.model.generation_config.eos_token_id
+    ids = named if isinstance(named, list) else [named]
+    return frozenset(int(token) for token in (*ids, target.tokenizer.eos_token_id) if token is not None)
+
+
+def text_model(model: PreTrainedModel) -> nn.Module:
+    """The part that turns token ids into hidden states: no head, and no image or sound towers."""
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    return decoder
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model's forward calls its key-value cache: `cache`, or `past_key_values` in older transformers."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says first, to be put in brackets."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
+
+
+@contextmanager
+def hide_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing progress bars in the block: only the command line speaks to the user."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _load_model(settings: TargetSettings) -> PreTrainedModel:
+    """The causal LM on the CPU, every tensor of it read from the checkpoint."""
+    loader: Any = AutoModelForCausalLM  # its stubs do not know output_loading_info
+    model: PreTrainedModel
+    try:
+        with hide_progress_bars():
+            model, report = loader.from_pretrained(
+                settings.model,
+                revision=settings.revision,
+                dtype=DTYPES[settings.dtype],
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:  # whatever a damaged or foreign checkpoint makes transformers stumble over
+        raise TargetError(
+            f"The target {settings.model} cannot be loaded as a causal language model ({first_line(error)}): "
+            "use a complete checkpoint of a family that transformers knows."
+        ) from None
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise TargetError(
+            f"The target {settings.model} lacks {len(missing)} of its tensors (the first is {missing[0]}): "
+            "fetch the checkpoint again."
+        )
+    return model

@@ -1,0 +1,40 @@
+"""Who is told what the first stage is doing; the command line shows it, tests collect it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the cache will take, before the first forward; `remaining_tokens` are not cached yet."""
+
+    num_samples: int
+    num_tokens: int
+    remaining_tokens: int
+    token_bytes: int
+    free_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Hidden states, ids and masks of all samples."""
+        return self.num_tokens * self.token_bytes
+
+    @property
+    def remaining_bytes(self) -> int:
+        """What is still to be written of it."""
+        return self.remaining_tokens * self.token_bytes
+
+
+class Observer:
+    """Listens to nothing; override what is of interest."""
+
+    def skipped(self, reasons: dict[str, int], first: dict[str, str]) -> None:
+        """Records left out, by reason; `first` says where the first of each stands."""
+
+    def responding(self, done: int, total: int, new_tokens: int) -> None:
+        """Prompts answered so far, and the tokens of the answers made in this run."""
+
+    def estimated(self, estimate: Estimate) -> None:
+        """Called once, before the first forward."""
+
+    def forwarding(self, done_tokens: int, total_tokens: int) -> None:
+        """Tokens whose states are in the writer's hands."""

@@ -1,0 +1,147 @@
+"""All that is known before the first forward: samples, buckets, the job list, and the manifest that names them.
+
+It is the same on every run with the same configuration, so a stopped run goes on by doing what is missing.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dflash_cache.cache.layout import Manifest, responses_dir
+from dflash_cache.config.settings import Config
+from dflash_cache.data.buckets import assign_buckets, quantile_bounds
+from dflash_cache.data.conversations import ReadResult, read_conversations
+from dflash_cache.data.plan import JobList, plan_jobs
+from dflash_cache.data.samples import build_samples
+from dflash_cache.data.templates import (
+    MASK_RULE,
+    Tokens,
+    answer_sample,
+    check_template,
+    template_fingerprint,
+    tokenize_conversation,
+    tokenize_prompt,
+    tokenizer_fingerprint,
+)
+from dflash_cache.drafter.mask_token import list_candidates
+from dflash_cache.drafter.weights import TargetFiles
+from dflash_cache.errors import DataError
+from dflash_cache.target.load import Target, load_target, load_tokenizer, resolve_layer_ids
+from dflash_cache.target.observer import Observer
+from dflash_cache.target.respond import respond
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """samples: the table of `data.samples`; bucket_N: each one's bucket; jobs: the list; target: if it is loaded."""
+
+    samples: pa.Table
+    bucket_N: np.ndarray
+    jobs: JobList
+    manifest: Manifest
+
+
+class Loader:
+    """The target, loaded when first needed: a finished cache is seen to be finished without it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._target: Target | None = None
+
+    def load(self) -> Target:
+        """The target, loaded once."""
+        if self._target is None:
+            self._target = load_target(self._config.target)
+        return self._target
+
+
+def prepare(config: Config, loader: Loader, observer: Observer) -> Preparation:
+    """Read, answer, tokenize, bucket and list. Raises ConfigError, DataError or TargetError."""
+    files = TargetFiles(config.target)
+    target_config = files.load_config()
+    layer_ids = resolve_layer_ids(config.target, target_config)
+    tokenizer = load_tokenizer(config.target)
+    check_template(tokenizer, config.target.model)
+    read = read_conversations(config.data.paths, config.data.strict)
+    observer.skipped(read.skipped, read.first_skipped)
+    fingerprint = files.fingerprint()
+
+    samples = build(config, read, loader, observer)
+    lengths = samples["length"].to_numpy()
+    bounds = config.data.bucket_bounds or quantile_bounds(lengths, config.data.num_buckets, config.data.max_length)
+    bucket_N = assign_buckets(lengths, bounds)
+    jobs = plan_jobs(lengths, bucket_N, config.generate.token_budget, config.generate.order_seed)
+    used_ids = pc.unique(pc.list_flatten(samples["input_ids"])).to_numpy()
+    manifest = Manifest(
+        tool_version=version("dflash-cache"),
+        target_model=config.target.model,
+        target_revision=config.target.revision,
+        target_fingerprint=fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        template_fingerprint=template_fingerprint(tokenizer),
+        mask_rule=MASK_RULE,
+        layer_ids=layer_ids,
+        target_num_layers=target_config.num_hidden_layers,
+        hidden_size=target_config.hidden_size,
+        vocab_size=target_config.vocab_size,
+        dtype=config.target.dtype,
+        bucket_bounds=tuple(bounds),
+        max_length=config.data.max_length,
+        data_fingerprint=read.fingerprint,
+        num_samples=samples.num_rows,
+        order_seed=config.generate.order_seed,
+        mask_token_candidates=tuple(
+            list_candidates(target_config.vocab_size, len(tokenizer), tokenizer.all_special_ids, used_ids)
+        ),
+        settings=config.model_dump(mode="json"),
+    )
+    return Preparation(samples, bucket_N, jobs, manifest)
+
+
+def build(config: Config, read: ReadResult, loader: Loader, observer: Observer) -> pa.Table:
+    """The table of samples; prompts without an answer are answered by the target first, if `respond` is on."""
+    tokenizer = load_tokenizer(config.target)
+    answered = answer(config, read, loader, observer)
+    reasons: Counter[str] = Counter()
+    first: dict[str, str] = {}
+
+    def tokenized() -> Iterator[tuple[str, Tokens]]:
+        for conversation in read.conversations:
+            source = conversation.source
+            if source in answered:
+                yield source, answered[source]
+                continue
+            try:
+                if conversation.needs_answer:
+                    raise DataError("no answer, and respond.enabled is off")
+                yield source, tokenize_conversation(tokenizer, conversation)
+            except DataError as error:
+                if config.data.strict:
+                    raise DataError(f"{source}: {error}") from None
+                reasons[str(error)] += 1
+                first.setdefault(str(error), source)
+
+    table, counts = build_samples(tokenized(), config.data)
+    observer.skipped(dict(reasons) | counts.skipped, first | counts.first_skipped)
+    return table
+
+
+def answer(config: Config, read: ReadResult, loader: Loader, observer: Observer) -> dict[str, Tokens]:
+    """The target's own answers by source, of conversations that end with the user's message."""
+    tokenizer = load_tokenizer(config.target)
+    waiting = [conversation for conversation in read.conversations if conversation.needs_answer]
+    if not waiting or not config.respond.enabled:
+        return {}
+    prompts = [tokenize_prompt(tokenizer, conversation) for conversation in waiting]
+    folder = responses_dir(Path(config.cache_dir))
+    replies = respond(loader.load(), prompts, config.respond, folder, observer.responding)
+    return {
+        conversation.source: answer_sample(prompt, reply)
+        for conversation, prompt, reply in zip(waiting, prompts, replies, strict=True)
+    }
