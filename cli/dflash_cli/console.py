@@ -46,8 +46,11 @@ class WorkProgress:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, done: int, note: str = "") -> None:
-        """`done` of the total is done; what was done before the first update does not count for the rate."""
+    def update(self, done: int, note: str = "") -> float:
+        """`done` of the total is done; what was done before the first update does not count for the rate.
+
+        Returns the seconds since the work began.
+        """
         if self._first is None:
             self._first = done
         now = time.monotonic()
@@ -60,6 +63,7 @@ class WorkProgress:
             left = (self._total - done) / rate if rate else 0.0
             console.print(f"{self.title}: {done:,} of {self._total:,} {self._unit}, {text}, {show_seconds(left)} left")
             self._last_line = now
+        return seconds
 
 
 def show_bytes(count: float) -> str:

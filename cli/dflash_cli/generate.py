@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def generate_cache(config: Config) -> tuple[Manifest, "GenerateConsole"]:
-    """Fill the cache, showing what happens."""
+    """Fill the cache, showing what happens; returns its manifest and the figures shown."""
     from dflash_cache.cache.files import write_atomically
     from dflash_cache.target.generate import generate
 
@@ -42,6 +42,8 @@ class GenerateConsole(Observer):
     def __init__(self) -> None:
         self.new_tokens = 0
         self.cached_tokens = 0
+        self.answer_seconds = 0.0
+        self.cache_seconds = 0.0
         self._stack = ExitStack()
         self._progress: WorkProgress | None = None
         self._first_tokens: int | None = None
@@ -60,7 +62,7 @@ class GenerateConsole(Observer):
     def responding(self, done: int, total: int, new_tokens: int) -> None:
         """Prompts and tokens answered."""
         self.new_tokens = new_tokens
-        self._show("Answering", done, total, "prompts", f"{new_tokens:,} tokens")
+        self.answer_seconds = self._show("Answering", done, total, "prompts", f"{new_tokens:,} tokens")
 
     def estimated(self, estimate: Estimate) -> None:
         """The size, before the first forward."""
@@ -75,10 +77,10 @@ class GenerateConsole(Observer):
         if self._first_tokens is None:
             self._first_tokens = done_tokens
         self.cached_tokens = done_tokens - self._first_tokens
-        self._show("Caching", done_tokens, total_tokens, "tokens", "")
+        self.cache_seconds = self._show("Caching", done_tokens, total_tokens, "tokens", "")
 
-    def _show(self, title: str, done: int, total: int, unit: str, note: str) -> None:
+    def _show(self, title: str, done: int, total: int, unit: str, note: str) -> float:
         if self._progress is None or self._progress.title != title:
             self._stack.close()
             self._progress = self._stack.enter_context(WorkProgress(title, total, unit))
-        self._progress.update(done, note)
+        return self._progress.update(done, note)

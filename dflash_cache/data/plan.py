@@ -185,7 +185,9 @@ def encode_plan(plan: EpochPlan) -> bytes:
 def decode_plan(data: bytes) -> EpochPlan:
     """The plan that `encode_plan` made `data` of. Raises RunError if it is anything else."""
     try:
-        table = pq.read_table(pa.BufferReader(data), schema=SCHEMA).combine_chunks()
+        table = pq.read_table(pa.BufferReader(data))
+        if not table.schema.equals(SCHEMA):
+            raise pa.ArrowInvalid(f"its columns are {', '.join(table.column_names)}")
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise RunError(

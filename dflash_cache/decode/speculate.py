@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dflash_cache.drafter.model import Drafter
-from dflash_cache.target.load import Target
+from dflash_cache.target.load import Target, cache_argument
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def decode_plainly(target: Target, prompt_ids: list[int], max_new_tokens: int, s
     margins: list[float] = []
     ids = torch.tensor([prompt_ids], device=target.device)
     while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop_ids):
-        logits = target.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
+        logits = run(target, ids, cache, 1)
         choices, gaps = choose(logits)
         tokens += choices
         margins += gaps
@@ -126,16 +126,16 @@ def decode_speculatively(
     accepted: list[int] = []
     with States(target).listening() as states:
         ids = torch.tensor([prompt_ids], device=target.device)
-        logits = target.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
+        logits = run(target, ids, cache, 1)
         context.extend(states.take())
         tokens, margins = choose(logits)
         while len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
             drafts = draft_block(target, drafter, context, tokens[-1])
             ids = torch.tensor([[tokens[-1], *drafts]], device=target.device)
-            logits = target.model(ids, past_key_values=cache, use_cache=True).logits[0]
+            logits = run(target, ids, cache)
             choices, gaps = choose(logits)
             num_right = count_agreeing(drafts, choices)
-            cache.crop(context.length + num_right + 1)
+            cache.crop(num_right - len(drafts))
             context.extend(states.take()[:, : num_right + 1])
             accepted.append(num_right + 1)
             new = choices[: num_right + 1]
@@ -143,6 +143,13 @@ def decode_speculatively(
             tokens += new[:kept]
             margins += gaps[:kept]
     return Decoded(tokens[:max_new_tokens], accepted, margins[:max_new_tokens], time.perf_counter() - started)
+
+
+def run(target: Target, ids_1T: Tensor, cache: DynamicCache, keep: int = 0) -> Tensor:
+    """Logits (T, V) of the new positions, or of the last `keep` ones; their keys and values go into the cache."""
+    output = target.model(ids_1T, use_cache=True, logits_to_keep=keep, **{cache_argument(target.model): cache})
+    logits_TV: Tensor = output.logits[0]
+    return logits_TV
 
 
 def draft_block(target: Target, drafter: Drafter, context: DraftContext, anchor_token: int) -> list[int]:
@@ -153,7 +160,9 @@ def draft_block(target: Target, drafter: Drafter, context: DraftContext, anchor_
     embedded_SABH = target.model.get_input_embeddings()(slots)
     anchors_SA = torch.tensor([[context.length]], device=target.device)
     states_SABH = drafter(embedded_SABH, context.view(), anchors_SA)
-    logits = target.model.get_output_embeddings()(states_SABH[0, 0, 1:])
+    logits = target.model.get_output_embeddings()(  # type: ignore[no-untyped-call]
+        states_SABH[0, 0, 1:]
+    )
     drafts: list[int] = logits.argmax(-1).tolist()
     return drafts
 

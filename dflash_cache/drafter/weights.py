@@ -64,7 +64,9 @@ class TargetFiles:
     def load_config(self) -> PretrainedConfig:
         """The text model's config; TargetError if transformers does not know it."""
         try:
-            config = AutoConfig.from_pretrained(self._settings.model, revision=self._settings.revision)
+            config = AutoConfig.from_pretrained(
+                self._settings.model, revision=self._settings.revision, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise TargetError(f"The config of the target {self._settings.model} cannot be used ({reason}).") from None

@@ -127,9 +127,21 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def stop_tokens(target: Target) -> frozenset[int]:
     """The ids that end an answer: those of the model's generation config, and the tokenizer's end of sequence."""
-    named = target.model.generation_config.eos_token_id
+    return _join_ids(target.model.generation_config.eos_token_id, target.tokenizer.eos_token_id)
+
+
+def stop_ids_of(settings: TargetSettings, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The same ids without loading the model."""
+    try:
+        generation = GenerationConfig.from_pretrained(settings.model, revision=settings.revision)
+    except OSError:  # a target need not have a generation config
+        return _join_ids(load_target_config(settings).eos_token_id, tokenizer.eos_token_id)
+    return _join_ids(generation.eos_token_id, tokenizer.eos_token_id)
+
+
+def _join_ids(named: int | list[int] | None, end: int | None) -> frozenset[int]:
     ids = named if isinstance(named, list) else [named]
-    return frozenset(int(token) for token in (*ids, target.tokenizer.eos_token_id) if token is not None)
+    return frozenset(int(token) for token in (*ids, end) if token is not None)
 
 
 def text_model(model: PreTrainedModel) -> nn.Module:

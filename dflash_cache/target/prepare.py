@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from xxhash import xxh3_64
 
 from dflash_cache.cache.layout import Manifest, responses_dir
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
-from dflash_cache.data.conversations import ReadResult, read_conversations
+from dflash_cache.data.conversations import ReadResult, RecordError, read_conversations
 from dflash_cache.data.plan import JobList, plan_jobs
 from dflash_cache.data.samples import build_samples
 from dflash_cache.data.templates import (
@@ -31,8 +32,7 @@ from dflash_cache.data.templates import (
 )
 from dflash_cache.drafter.mask_token import list_candidates
 from dflash_cache.drafter.weights import TargetFiles
-from dflash_cache.errors import DataError
-from dflash_cache.target.load import Target, load_target, load_tokenizer, resolve_layer_ids
+from dflash_cache.target.load import Target, load_target, load_tokenizer, resolve_layer_ids, stop_ids_of
 from dflash_cache.target.observer import Observer
 from dflash_cache.target.respond import respond
 
@@ -93,7 +93,7 @@ def prepare(config: Config, loader: Loader, observer: Observer) -> Preparation:
         dtype=config.target.dtype,
         bucket_bounds=tuple(bounds),
         max_length=config.data.max_length,
-        data_fingerprint=read.fingerprint,
+        data_fingerprint=samples_fingerprint(samples),
         num_samples=samples.num_rows,
         order_seed=config.generate.order_seed,
         mask_token_candidates=tuple(
@@ -104,9 +104,19 @@ def prepare(config: Config, loader: Loader, observer: Observer) -> Preparation:
     return Preparation(samples, bucket_N, jobs, manifest)
 
 
+def samples_fingerprint(samples: pa.Table) -> str:
+    """16 hex digits over the ids and masks of all samples, in their order: what the states are computed from."""
+    hasher = xxh3_64(samples["length"].to_numpy().tobytes())
+    for name in ("input_ids", "loss_mask"):
+        for chunk in samples[name].chunks:
+            hasher.update(chunk.flatten().to_numpy(zero_copy_only=False).tobytes())
+    return hasher.hexdigest()
+
+
 def build(config: Config, read: ReadResult, loader: Loader, observer: Observer) -> pa.Table:
     """The table of samples; prompts without an answer are answered by the target first, if `respond` is on."""
     tokenizer = load_tokenizer(config.target)
+    stop_ids = stop_ids_of(config.target, tokenizer)
     answered = answer(config, read, loader, observer)
     reasons: Counter[str] = Counter()
     first: dict[str, str] = {}
@@ -119,13 +129,13 @@ def build(config: Config, read: ReadResult, loader: Loader, observer: Observer) 
                 continue
             try:
                 if conversation.needs_answer:
-                    raise DataError("no answer, and respond.enabled is off")
-                yield source, tokenize_conversation(tokenizer, conversation)
-            except DataError as error:
+                    raise RecordError(source, "no answer, and respond.enabled is off")
+                yield source, tokenize_conversation(tokenizer, conversation, stop_ids)
+            except RecordError as error:
                 if config.data.strict:
-                    raise DataError(f"{source}: {error}") from None
-                reasons[str(error)] += 1
-                first.setdefault(str(error), source)
+                    raise
+                reasons[error.reason] += 1
+                first.setdefault(error.reason, source)
 
     table, counts = build_samples(tokenized(), config.data)
     observer.skipped(dict(reasons) | counts.skipped, first | counts.first_skipped)
@@ -138,7 +148,7 @@ def answer(config: Config, read: ReadResult, loader: Loader, observer: Observer)
     waiting = [conversation for conversation in read.conversations if conversation.needs_answer]
     if not waiting or not config.respond.enabled:
         return {}
-    prompts = [tokenize_prompt(tokenizer, conversation) for conversation in waiting]
+    prompts = [tokenize_prompt(tokenizer, conversation.messages, conversation.source) for conversation in waiting]
     folder = responses_dir(Path(config.cache_dir))
     replies = respond(loader.load(), prompts, config.respond, folder, observer.responding)
     return {

