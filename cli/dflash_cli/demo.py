@@ -152,7 +152,8 @@ def report_demo(config: Config, stages: Figures) -> None:
         f"caching              {rates['cache']:,.0f} tokens/s\n"
         f"training             {rates['train']:,.0f} tokens/s\n"
         f"decoding             {rates['decode']:.1f} tokens/s with the drafter, {rates['decode_plain']:.1f} without\n"
-        f"acceptance length    {report['acceptance_length']:.3f} (untrained: {report['acceptance_length_untrained']:.3f})\n"
-        f"output               {'the target’s own, token for token' if report['lossless'] else 'NOT the target’s own'}\n"
+        f"acceptance length    {report['acceptance_length']:.3f} "
+        f"(untrained: {report['acceptance_length_untrained']:.3f})\n"
+        f"output               {'' if report['lossless'] else 'NOT '}the target’s own, token for token\n"
         f"time                 {show_seconds(total)}"
     )

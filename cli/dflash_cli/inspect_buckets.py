@@ -130,8 +130,8 @@ def _mix(lengths: np.ndarray, buckets: np.ndarray, settings: TrainSettings, worl
 def show(report: dict[str, Any]) -> None:
     """Two tables: the buckets with bars, the orders with their figures."""
     console.print(
-        f"{report['cache']}: {report['cached_samples']:,} of {report['num_samples']:,} samples of {report['target']}, layers "
-        f"{report['layer_ids']}, {report['dtype']}, {show_bytes(report['bytes'])}",
+        f"{report['cache']}: {report['cached_samples']:,} of {report['num_samples']:,} samples of {report['target']}, "
+        f"layers {report['layer_ids']}, {report['dtype']}, {show_bytes(report['bytes'])}",
         soft_wrap=True,
     )
     table = Table(box=None, pad_edge=False)

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from dflash_cache.config.settings import TargetSettings
@@ -133,7 +140,7 @@ def stop_tokens(target: Target) -> frozenset[int]:
 def stop_ids_of(settings: TargetSettings, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The same ids without loading the model."""
     try:
-        generation = GenerationConfig.from_pretrained(settings.model, revision=settings.revision)
+        generation = GenerationConfig.from_pretrained(settings.model, revision=settings.revision or "main")
     except OSError:  # a target need not have a generation config
         return _join_ids(load_target_config(settings).eos_token_id, tokenizer.eos_token_id)
     return _join_ids(generation.eos_token_id, tokenizer.eos_token_id)

@@ -56,6 +56,28 @@ def test_best_bounds_waste_what_the_best_of_all_bounds_wastes(lengths, num_bucke
     assert wasted_tokens(lengths, best_bounds(lengths, num_buckets, MAX_LENGTH)) == least
 
 
+def waste_least_slowly(lengths, num_buckets):
+    """The least waste of at most `num_buckets`, every begin of every bucket tried."""
+    distinct, counts = np.unique(lengths, return_counts=True)
+    before = np.concatenate([[0], np.cumsum(counts)])
+    padded = np.concatenate([[0], distinct * before[1:]])
+    for _ in range(num_buckets - 1):
+        further = [
+            min(padded[:end] + distinct[end - 1] * (before[end] - before[:end])) for end in range(1, len(padded))
+        ]
+        padded = np.array([0, *further])
+    return padded[-1] - lengths.sum()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from([0.2, 1.0, 4.0]))
+def test_best_bounds_of_many_lengths_waste_what_the_slow_program_finds(seed, num_buckets, spread):
+    generator = np.random.default_rng(seed)
+    distinct = generator.choice(np.arange(1, 500), generator.integers(2, 80), replace=False)
+    lengths = np.repeat(distinct, np.exp(generator.normal(2, spread, len(distinct))).astype(int).clip(1, 10_000))
+    found = wasted_tokens(lengths, best_bounds(lengths, num_buckets, 500))
+    assert found == waste_least_slowly(lengths, num_buckets)
+
+
 def test_wasted_tokens_pad_to_the_longest_member_not_to_the_bound():
     assert wasted_tokens(np.array([2, 3, 7, 9]), (5, 100)) == (3 - 2) + (9 - 7)
 

@@ -63,9 +63,7 @@ def slow_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: O
     for (ids, mask, states), positions in zip(samples, anchors, strict=True):
         if not len(positions):
             continue
-        normed = sample_logits(
-            w, drafter.shape, states.double(), ids, positions.tolist(), target.embedding_VH.double()
-        )
+        normed = sample_logits(w, drafter.shape, states.double(), ids, positions.tolist(), target.embedding_VH.double())
         logits = normed @ target.head_VH.double().T
         for a, anchor in enumerate(positions.tolist()):
             terms = block_terms(logits[a], ids.tolist(), mask.tolist(), anchor)
