@@ -137,12 +137,12 @@ def decode_speculatively(
             num_right = count_agreeing(drafts, choices)
             cache.crop(num_right - len(drafts))
             context.extend(states.take()[:, : num_right + 1])
-            accepted.append(num_right + 1)
-            new = choices[: num_right + 1]
-            kept = 1 + next((i for i, token in enumerate(new) if token in stop_ids), num_right)
-            tokens += new[:kept]
+            room = min(num_right + 1, max_new_tokens - len(tokens))
+            kept = 1 + next((i for i, token in enumerate(choices[:room]) if token in stop_ids), room - 1)
+            tokens += choices[:kept]
             margins += gaps[:kept]
-    return Decoded(tokens[:max_new_tokens], accepted, margins[:max_new_tokens], time.perf_counter() - started)
+            accepted.append(kept)
+    return Decoded(tokens, accepted, margins, time.perf_counter() - started)
 
 
 def run(target: Target, ids_1T: Tensor, cache: DynamicCache, keep: int = 0) -> Tensor:

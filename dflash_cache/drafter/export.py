@@ -85,6 +85,13 @@ def expected_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
 
 def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
     """config.json of a published drafter: a Qwen3 config with DFlash's own keys."""
+    own: dict[str, Any] = {
+        "block_size": shape.block_size,
+        "mask_token_id": shape.mask_token_id,
+        "target_layer_ids": list(shape.target_layer_ids),
+    }
+    if shape.embedding_scale != 1.0:
+        own["input_embedding_scale"] = shape.embedding_scale
     return {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -92,11 +99,7 @@ def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "block_size": shape.block_size,
-        "dflash_config": {
-            "block_size": shape.block_size,
-            "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": list(shape.target_layer_ids),
-        },
+        "dflash_config": own,
         "dtype": dtype,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
@@ -139,5 +142,6 @@ def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
         mask_token_id=own["mask_token_id"],
         target_layer_ids=tuple(own["target_layer_ids"]),
         target_num_layers=config["num_target_layers"],
+        embedding_scale=float(own.get("input_embedding_scale", 1.0)),
         initializer_range=config.get("initializer_range", 0.02),
     )

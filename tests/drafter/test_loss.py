@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from drafter.conftest import TINY, make_drafter
+from drafter.tiny_drafter import TINY, make_drafter
 from drafter.reference import block_terms, sample_logits, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,6 +1,7 @@
+"""A small drafter of odd sizes for tests."""
+
 from dataclasses import replace
 
-import pytest
 import torch
 
 from dflash_cache.drafter.model import Drafter
@@ -33,7 +34,3 @@ def make_drafter(seed: int = 0, **changes: object) -> Drafter:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
     return drafter
 
-
-@pytest.fixture
-def drafter() -> Drafter:
-    return make_drafter()

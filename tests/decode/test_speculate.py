@@ -1,0 +1,86 @@
+"""Speculative decoding gives the target's own answer, whatever the drafter says."""
+
+import pytest
+import torch
+
+from dflash_cache.config.settings import DrafterSettings
+from dflash_cache.decode.evaluate import Limits, answer_plainly, compare, evaluate
+from dflash_cache.decode.speculate import Decoded, count_agreeing, decode_plainly, decode_speculatively
+from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.shape import shape_from_target
+from dflash_cache.target.load import Target
+
+PROMPTS = [[5, 9, 11], [7, 7, 8, 30, 41, 2, 9, 10], [99]]
+
+
+def make_drafter(target: Target, block_size: int = 5, seed: int = 0) -> Drafter:
+    settings = DrafterSettings(num_layers=2, block_size=block_size)
+    drafter = Drafter(shape_from_target(target.config, settings, target.layer_ids, 127))
+    drafter.initialize(torch.Generator().manual_seed(seed))
+    return drafter.eval()
+
+
+def greedy(target: Target, prompt: list[int], count: int) -> list[int]:
+    """One token at a time, without any cache."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_both_decodings_give_the_answer_of_a_loop_without_caches(llama: Target, prompt: list[int]) -> None:
+    expected = greedy(llama, prompt, 24)
+    assert decode_plainly(llama, prompt, 24, frozenset()).tokens == expected
+    for seed in range(3):
+        found = decode_speculatively(llama, make_drafter(llama, seed=seed), prompt, 24, frozenset())
+        assert found.tokens == expected
+        assert sum(found.accepted) == 23  # the prefill yields the first one
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_stop_token_ends_both(llama: Target, prompt: list[int]) -> None:
+    expected = greedy(llama, prompt, 24)
+    stop = expected[9]
+    end = expected.index(stop) + 1
+    assert decode_plainly(llama, prompt, 24, frozenset([stop])).tokens == expected[:end]
+    found = decode_speculatively(llama, make_drafter(llama), prompt, 24, frozenset([stop]))
+    assert found.tokens == expected[:end]
+    assert sum(found.accepted) == end - 1
+
+
+def test_a_drafter_that_knows_the_answer_is_accepted_whole(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = greedy(llama, PROMPTS[0], 31)
+    drafter = make_drafter(llama, block_size=6)
+
+    def oracle(target, drafter, context, anchor_token):
+        begin = context.length - len(PROMPTS[0]) + 1
+        return (expected + [0] * 6)[begin : begin + 5]
+
+    monkeypatch.setattr("dflash_cache.decode.speculate.draft_block", oracle)
+    found = decode_speculatively(llama, drafter, PROMPTS[0], 31, frozenset())
+    assert found.tokens == expected
+    assert found.accepted == [6] * 5
+
+
+def test_an_evaluation_counts_passes_and_compares_outputs(llama: Target) -> None:
+    limits = Limits(12, frozenset())
+    plain = answer_plainly(llama, PROMPTS, limits, lambda decoded: None)
+    result = evaluate(llama, make_drafter(llama), PROMPTS, plain, limits, lambda decoded: None)
+    assert (result.lossless, result.same, result.num_tokens) == (True, 3, 36)
+    assert sum(length * count for length, count in result.histogram.items()) == 33
+    assert 1.0 <= result.acceptance_length <= 5.0
+
+
+def test_a_difference_is_a_tie_only_within_rounding() -> None:
+    plain = Decoded([1, 2, 3], [1, 1], [5.0, 0.25, 4.0], 1.0)
+    other = Decoded([1, 9, 3], [3], [5.0, 0.25, 4.0], 1.0)
+    assert compare(plain, plain, torch.float32) == "same"
+    assert compare(plain, other, torch.bfloat16) == "tie"
+    assert compare(plain, other, torch.float32) == "different"
+    assert compare(plain, Decoded([1, 2], [2], [5.0, 0.25], 1.0), torch.bfloat16) == "different"
+
+
+def test_agreement_is_the_longest_common_prefix() -> None:
+    assert [count_agreeing([1, 2, 3], choices) for choices in ([1, 2, 3, 4], [1, 2, 9, 4], [9, 2, 3, 4])] == [3, 2, 0]
