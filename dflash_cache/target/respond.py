@@ -41,8 +41,8 @@ def respond(
 ) -> list[list[int]]:
     """Each prompt's answer as token ids, the stop token included where one was generated; the prompts' order is kept.
 
-    `progress` gets the prompts answered so far, their number, and the new tokens of this call, at the start and after each
-    batch.
+    `progress` gets the prompts answered so far, their number, and the new tokens of this call: at the start and
+    after each batch.
     Raises CacheError if `folder` holds answers to other prompts, or by another target or other settings.
     """
     _claim_folder(folder, _describe_plan(target, prompts, settings))

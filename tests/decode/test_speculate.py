@@ -54,9 +54,9 @@ def test_a_drafter_that_knows_the_answer_is_accepted_whole(llama: Target, monkey
     expected = greedy(llama, PROMPTS[0], 31)
     drafter = make_drafter(llama, block_size=6)
 
-    def oracle(target, drafter, context, anchor_token):
+    def oracle(target, drafter, context, anchor_token, num_slots):
         begin = context.length - len(PROMPTS[0]) + 1
-        return (expected + [0] * 6)[begin : begin + 5]
+        return (expected + [0] * 6)[begin : begin + num_slots - 1]
 
     monkeypatch.setattr("dflash_cache.decode.speculate.draft_block", oracle)
     found = decode_speculatively(llama, drafter, PROMPTS[0], 31, frozenset())

@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from drafter.tiny_drafter import TINY, make_drafter
 from drafter.reference import block_terms, sample_logits, weights
+from drafter.tiny_drafter import TINY, make_drafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +55,7 @@ def fast_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: O
 
 def slow_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: ObjectiveSettings):
     """Weighted sum and weight sum, in float64."""
-    w = {name: p for name, p in drafter.named_parameters()}
+    w = dict(drafter.named_parameters())
     target = frozen()
     alpha = objective.streak_alpha if objective.weights == "streak" else objective.dpace_alpha
     gamma = gamma_of(objective, drafter.shape.block_size)

@@ -36,7 +36,9 @@ def test_a_streak_alpha_of_one_is_plain_decay_and_of_zero_counts_only_the_streak
     assert streak == pytest.approx([1.0, math.exp(-0.1) * 1.0, math.exp(-0.2) * 0.5])
 
 
-@pytest.mark.parametrize(("block_size", "gamma"), [(2, 4.0), (8, 4.0), (9, 4.5), (10, 5.0), (13, 6.0), (16, 7.0), (32, 7.0)])
+@pytest.mark.parametrize(
+    ("block_size", "gamma"), [(2, 4.0), (8, 4.0), (9, 4.5), (10, 5.0), (13, 6.0), (16, 7.0), (32, 7.0)]
+)
 def test_the_decays_gamma_is_the_papers_at_its_block_sizes_and_linear_between(block_size: int, gamma: float) -> None:
     assert decay_gamma(block_size) == pytest.approx(gamma)
 

@@ -33,4 +33,3 @@ def make_drafter(seed: int = 0, **changes: object) -> Drafter:
         for parameter in drafter.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
     return drafter
-
