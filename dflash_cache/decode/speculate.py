@@ -122,7 +122,7 @@ def decode_speculatively(
     """The same answer with the drafter's help; `drafter` is on the target's device, in its dtype."""
     started = time.perf_counter()
     cache = DynamicCache(config=target.model.config)
-    cache.activate_past_recording()  # sliding windows and linear attention can take back what was not accepted
+    cache.activate_past_recording()  # type: ignore[no-untyped-call]  # sliding windows and linear attention can take back what was not accepted
     context = DraftContext(drafter)
     accepted: list[int] = []
     with States(target).listening() as states:

@@ -29,6 +29,7 @@ def dflash(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def run(*args: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["dflash", *map(str, args)])
         code = 0
+        capsys.readouterr()  # what came before is not the command's
         try:
             main()
         except SystemExit as stop:
