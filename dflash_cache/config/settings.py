@@ -141,6 +141,10 @@ class TrainSettings(Settings):
         "interleaved",
         description="how the epoch's list mixes the buckets; the other two are there for comparison",
     )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: torch's Muon for matrices, its updates scaled to AdamW's size, and AdamW for norms",
+    )
     learning_rate: PositiveFloat = 6e-4
     betas: tuple[Share, Share] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0

@@ -26,11 +26,11 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """step: optimizer steps done; drafter: its tensors; optimizer: its state; identity: what this run is."""
+    """step: optimizer steps done; drafter: its tensors; optimizers: their states; identity: what this run is."""
 
     step: int
     drafter: dict[str, Tensor]
-    optimizer: dict[str, Any]
+    optimizers: list[dict[str, Any]]
     identity: dict[str, Any]
     shape: dict[str, Any]
 

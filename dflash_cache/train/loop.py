@@ -112,17 +112,19 @@ def take_step(run: TrainingRun, micro_batches: list[MicroBatch]) -> Record:
     config = run.config
     sums = StepSums(run.drafter.shape.block_size, run.device)
     rate = learning_rate(run.step, run.num_steps, config.train)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
     for micro_batch in micro_batches:
         loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), config.objective)
         loss.loss_sum.backward()  # type: ignore[no-untyped-call]
         sums.add(loss)
     norm = finish_gradients(run.drafter, sums.weight_sum, config.train.clip_norm)
     finite = bool(torch.isfinite(norm))  # synchronises the device
-    if finite:
-        run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    for optimizer in run.optimizers:
+        if finite:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     seconds = time.perf_counter() - started
     tokens = sum(int(micro_batch.batch.length.sum()) for micro_batch in micro_batches)
     return sums.figures() | {

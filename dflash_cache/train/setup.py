@@ -17,7 +17,7 @@ from dflash_cache.cache.files import write_atomically
 from dflash_cache.cache.layout import Manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.config.loading import dump_config
-from dflash_cache.config.settings import Config
+from dflash_cache.config.settings import Config, TrainSettings
 from dflash_cache.data.plan import BatchLimits, EpochPlan, encode_plan, plan_epoch, step_bounds
 from dflash_cache.drafter.device import resolve_device
 from dflash_cache.drafter.frozen import FrozenTarget, load_frozen
@@ -41,7 +41,7 @@ class TrainingRun:
     reader: CacheReader
     frozen: FrozenTarget
     drafter: Drafter
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     device: torch.device
     training_rows: np.ndarray
     validation_rows: np.ndarray
@@ -65,7 +65,7 @@ class TrainingRun:
         return Checkpoint(
             step=self.step,
             drafter=self.drafter.state_dict(),
-            optimizer=self.optimizer.state_dict(),
+            optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
             identity=self.identity,
             shape=self.drafter.shape.to_dict(),
         )
@@ -97,7 +97,7 @@ def open_run(config: Config) -> Iterator[TrainingRun]:
             reader=reader,
             frozen=load_frozen(files, shape.embedding_scale, COMPUTE_DTYPES[settings.dtype], device),
             drafter=drafter,
-            optimizer=make_optimizer(drafter, config),
+            optimizers=make_optimizers(drafter, config.train),
             device=device,
             training_rows=training_rows,
             validation_rows=validation_rows,
@@ -169,17 +169,18 @@ def write_plan(config: Config, plan: EpochPlan, epoch: int) -> None:
     write_atomically(Path(config.run_dir) / "plans" / f"epoch-{epoch:03d}.parquet", encode_plan(plan))
 
 
-def make_optimizer(drafter: Drafter, config: Config) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only."""
-    settings = config.train
+def make_optimizers(drafter: Drafter, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    """AdamW for all, or Muon for matrices and AdamW for the rest; weight decay on matrices only."""
     matrices = [parameter for parameter in drafter.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in drafter.parameters() if parameter.dim() <= 1]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        fused=True,
-    )
+    decayed = {"params": matrices, "weight_decay": settings.weight_decay}
+    plain = {"params": vectors, "weight_decay": 0.0}
+    if settings.optimizer == "adamw":
+        return [torch.optim.AdamW([decayed, plain], lr=settings.learning_rate, betas=settings.betas, fused=True)]
+    return [
+        torch.optim.Muon([decayed], lr=settings.learning_rate, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([plain], lr=settings.learning_rate, betas=settings.betas, fused=True),
+    ]
 
 
 def identify(config: Config, reader: CacheReader, shape: dict[str, Any]) -> dict[str, Any]:
@@ -202,5 +203,6 @@ def _resume(run: TrainingRun) -> None:
     checkpoint = load_checkpoint(path)
     check_identity(checkpoint, run.identity, Path(run.config.run_dir))
     run.drafter.load_state_dict(checkpoint.drafter)
-    run.optimizer.load_state_dict(checkpoint.optimizer)
+    for optimizer, state in zip(run.optimizers, checkpoint.optimizers, strict=True):
+        optimizer.load_state_dict(state)
     run.step = checkpoint.step

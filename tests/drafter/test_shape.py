@@ -1,0 +1,224 @@
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from drafter.tiny_drafter import TINY
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from dflash_cache.config.settings import DrafterSettings
+from dflash_cache.drafter.shape import (
+    DrafterShape,
+    check_head_is_plain,
+    embedding_scale_of,
+    norm_eps_of,
+    rope_theta_of,
+    shape_from_target,
+    spread_layer_ids,
+)
+from dflash_cache.errors import ConfigError, TargetError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 333,
+}
+
+
+def shape_of(target: PretrainedConfig, **settings: object) -> DrafterShape:
+    return shape_from_target(target, DrafterSettings.model_validate(settings), (1, 3, 6), mask_token_id=99)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "count", "expected"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),  # z-lab's Qwen3-8B drafter
+        (30, 5, (1, 8, 14, 20, 27)),  # 7.5 and 20.5 go to the even neighbour
+        (8, 5, (1, 2, 3, 4, 5)),
+        (5, 2, (1, 2)),
+        (36, 1, (18,)),
+        (5, 1, (2,)),
+        (1, 1, (0,)),
+    ],
+)
+def test_layers_are_spread_from_the_second_to_the_third_to_last(
+    num_layers: int, count: int, expected: tuple[int, ...]
+) -> None:
+    assert spread_layer_ids(num_layers, count) == expected
+
+
+@given(num_layers=st.integers(1, 200), count=st.integers(2, 40))
+def test_spread_layers_ascend_are_even_and_end_three_before_the_last_or_are_refused(
+    num_layers: int, count: int
+) -> None:
+    if num_layers < count + 3:
+        with pytest.raises(ConfigError):
+            spread_layer_ids(num_layers, count)
+        return
+    ids = spread_layer_ids(num_layers, count)
+    assert (len(ids), ids[0], ids[-1]) == (count, 1, num_layers - 3)
+    gaps = [b - a for a, b in pairwise(ids)]
+    step = (num_layers - 4) / (count - 1)
+    assert all(gap >= 1 and abs(gap - step) <= 1 for gap in gaps)
+
+
+def test_a_target_too_shallow_is_told_how_many_layers_it_has_room_for() -> None:
+    with pytest.raises(ConfigError) as caught:
+        spread_layer_ids(7, 5)
+    assert str(caught.value) == (
+        "target.num_layers is 5, but the target's 7 layers leave room for 4; lower it or write target.layer_ids out."
+    )
+    assert spread_layer_ids(7, 4) == (1, 2, 3, 4)
+
+
+def test_sizes_come_from_the_target() -> None:
+    target = LlamaConfig(**SIZES, num_key_value_heads=2, rms_norm_eps=3e-5, rope_theta=5000.0)
+    assert shape_of(target) == DrafterShape(
+        hidden_size=48,
+        num_layers=5,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,  # 48 / 6
+        intermediate_size=72,
+        rms_norm_eps=3e-5,
+        rope_theta=5000.0,
+        vocab_size=100,
+        max_position_embeddings=333,
+        block_size=16,
+        mask_token_id=99,
+        target_layer_ids=(1, 3, 6),
+        target_num_layers=9,
+        embedding_scale=1.0,
+    )
+
+
+def test_settings_outrank_the_target() -> None:
+    target = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)
+    shape = shape_of(
+        target,
+        num_layers=2,
+        block_size=7,
+        intermediate_size=40,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=10,
+    )
+    assert (shape.num_layers, shape.block_size, shape.intermediate_size) == (2, 7, 40)
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (8, 4, 10)
+    assert (shape.hidden_size, shape.target_num_layers) == (48, 9)
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "kv_heads"),
+    [
+        (LlamaConfig(**SIZES, num_key_value_heads=3), 8, 3),
+        (Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=20), 20, 2),  # not hidden / heads
+        (Gemma3TextConfig(**SIZES, num_key_value_heads=1, head_dim=12), 12, 1),
+        (GPTNeoXConfig(**SIZES), 8, 6),  # names neither: plain multi-head attention
+    ],
+)
+def test_head_sizes_are_those_the_target_writes_out_or_implies(
+    target: PretrainedConfig, head_dim: int, kv_heads: int
+) -> None:
+    shape = shape_of(target)
+    assert (shape.head_dim, shape.num_key_value_heads) == (head_dim, kv_heads)
+
+
+def test_query_heads_that_no_multiple_of_key_value_heads_makes_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        shape_of(LlamaConfig(**SIZES, num_key_value_heads=2), num_key_value_heads=4)
+    assert str(caught.value) == (
+        "The drafter's 6 attention heads are no multiple of its 4 key-value heads; set drafter.num_attention_heads or "
+        "drafter.num_key_value_heads."
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "theta"),
+    [
+        (LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 123_456.0}), 123_456.0),
+        (LlamaConfig(**SIZES, rope_theta=777.0), 777.0),
+        (GPTNeoXConfig(**SIZES, rotary_emb_base=4321), 4321.0),
+        (
+            Gemma3TextConfig(
+                **SIZES,
+                rope_parameters={
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                    "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+                },
+            ),
+            1_000_000.0,
+        ),
+    ],
+)
+def test_ropes_base_is_the_targets_and_gemmas_that_of_full_attention(target: PretrainedConfig, theta: float) -> None:
+    assert rope_theta_of(target) == theta
+
+
+def test_a_target_without_rope_is_refused() -> None:
+    with pytest.raises(TargetError) as caught:
+        rope_theta_of(GPT2Config())
+    assert str(caught.value) == (
+        "The target (gpt2) has no rope_theta in its config, and a DFlash drafter needs rotary positions; use another "
+        "target."
+    )
+
+
+def test_the_norms_epsilon_is_found_under_the_familys_name() -> None:
+    assert norm_eps_of(LlamaConfig(**SIZES, rms_norm_eps=1e-3)) == 1e-3
+    assert norm_eps_of(GPTNeoXConfig(**SIZES, layer_norm_eps=2e-3)) == 2e-3
+    assert norm_eps_of(GPT2Config(layer_norm_epsilon=4e-3)) == 4e-3
+
+
+def test_gemma_alone_scales_its_embedding() -> None:
+    assert embedding_scale_of(Gemma3TextConfig(**SIZES)) == pytest.approx(48**0.5)
+    assert embedding_scale_of(Qwen3Config(**SIZES)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        (Gemma2Config(**SIZES, final_logit_softcapping=30.0), "(gemma2) has final_logit_softcapping = 30.0"),
+        (CohereConfig(**SIZES, logit_scale=0.0625), "(cohere) has logit_scale = 0.0625"),
+    ],
+)
+def test_a_head_that_is_no_plain_product_is_refused(target: PretrainedConfig, told: str) -> None:
+    with pytest.raises(TargetError) as caught:
+        shape_of(target)
+    assert str(caught.value) == (
+        f"The target {told}, which this version does not reproduce in training; use another target."
+    )
+
+
+@pytest.mark.parametrize("key", ["logits_scaling", "embedding_multiplier"])
+def test_other_scalings_of_head_and_embedding_are_refused_unless_they_are_one(key: str) -> None:
+    target = LlamaConfig(**SIZES)
+    setattr(target, key, 8.0)
+    with pytest.raises(TargetError, match=f"has {key} = 8.0"):
+        check_head_is_plain(target)
+    setattr(target, key, 1.0)
+    check_head_is_plain(target)
+
+
+def test_a_neutral_head_is_taken() -> None:
+    check_head_is_plain(Gemma2Config(**SIZES, final_logit_softcapping=None))
+    check_head_is_plain(CohereConfig(**SIZES, logit_scale=1.0))
+
+
+def test_a_shape_comes_back_equal_from_its_plain_values() -> None:
+    values = TINY.to_dict()
+    assert DrafterShape.from_dict(values) == TINY
+    assert DrafterShape.from_dict({**values, "target_layer_ids": list(TINY.target_layer_ids)}) == TINY

@@ -1,0 +1,206 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_cache.config.loading import validate_config
+from dflash_cache.drafter.loss import BlockLoss
+from dflash_cache.train.metrics import JsonLines, StepSums, Wandb
+
+CPU = torch.device("cpu")
+
+
+def outcome(correct_NK: list[list[int]], mask_NK: list[list[int]], loss_sum: float, weight_sum: float) -> BlockLoss:
+    correct, mask = torch.tensor(correct_NK).bool(), torch.tensor(mask_NK).bool()
+    return BlockLoss(torch.tensor(loss_sum), torch.tensor(weight_sum), mask.float(), correct & mask, mask)
+
+
+def figures(*losses: BlockLoss) -> dict[str, Any]:
+    sums = StepSums(losses[0].mask_NK.shape[1] + 1, CPU)
+    for loss in losses:
+        sums.add(loss)
+    return sums.figures()
+
+
+FIRST = outcome([[1, 1, 0], [1, 0, 1]], [[1, 1, 1], [1, 1, 1]], loss_sum=6.0, weight_sum=4.0)
+SECOND = outcome([[1, 1, 0], [0, 0, 0]], [[1, 1, 0], [1, 0, 0]], loss_sum=3.0, weight_sum=2.0)
+
+
+def test_the_figures_of_a_step_are_those_counted_by_hand() -> None:
+    found = figures(FIRST, SECOND)
+    assert found["loss"] == pytest.approx(9.0 / 6.0)
+    # four blocks: streaks of 2, 1, 2 and 0 right drafts
+    assert found["acceptance_estimate"] == pytest.approx(1 + 5 / 4)
+    # right of supervised: 3 of 4 in the first slot, 2 of 3 in the second, 1 of 2 in the third
+    assert found["position_accuracy"] == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+    assert found["accuracy"] == pytest.approx((3 / 4 + 2 / 3 + 1 / 2) / 3)
+
+
+def test_a_micro_batch_counts_by_its_weights_and_slots_not_as_one_of_several() -> None:
+    small = outcome([[0, 0, 0]], [[1, 0, 0]], loss_sum=100.0, weight_sum=1.0)
+    large = outcome([[1, 1, 1]] * 9, [[1, 1, 1]] * 9, loss_sum=0.0, weight_sum=99.0)
+    found = figures(small, large)
+    assert found["loss"] == pytest.approx(1.0)
+    assert found["position_accuracy"] == pytest.approx([0.9, 1.0, 1.0])
+    assert found["acceptance_estimate"] == pytest.approx(1 + 27 / 10)
+
+
+@st.composite
+def outcomes(draw: st.DrawFn) -> list[BlockLoss]:
+    """A few micro-batches whose masks are prefixes, as the labels' rule makes them."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        N = draw(st.integers(0, 5))
+        lengths = torch.tensor(draw(st.lists(st.integers(1, 3), min_size=N, max_size=N)), dtype=torch.int64)
+        mask = torch.arange(3) < lengths[:, None]
+        bits = draw(st.lists(st.booleans(), min_size=3 * N, max_size=3 * N))
+        correct = torch.tensor(bits, dtype=torch.bool).view(N, 3) & mask
+        sums = torch.tensor(draw(st.lists(st.integers(0, 1000), min_size=2, max_size=2))) / 8
+        found.append(BlockLoss(sums[0], sums[1], mask.float(), correct, mask))
+    return found
+
+
+@given(outcomes())
+def test_micro_batches_one_after_another_give_the_figures_of_all_their_blocks_at_once(losses: list[BlockLoss]) -> None:
+    whole = BlockLoss(
+        loss_sum=torch.stack([loss.loss_sum for loss in losses]).sum(),
+        weight_sum=torch.stack([loss.weight_sum for loss in losses]).sum(),
+        ce_NK=torch.cat([loss.ce_NK for loss in losses]),
+        correct_NK=torch.cat([loss.correct_NK for loss in losses]),
+        mask_NK=torch.cat([loss.mask_NK for loss in losses]),
+    )
+    assert figures(*losses) == figures(whole)
+    assert figures(*reversed(losses)) == figures(whole)
+
+
+@given(outcomes())
+def test_the_acceptance_estimate_is_the_mean_streak_of_right_drafts_and_the_targets_token(
+    losses: list[BlockLoss],
+) -> None:
+    streaks = []
+    for loss in losses:
+        for row in loss.correct_NK.tolist():
+            streaks.append(row.index(False) if False in row else len(row))
+    expected = 1 + sum(streaks) / len(streaks) if streaks else 1.0
+    assert figures(*losses)["acceptance_estimate"] == pytest.approx(expected)
+
+
+def test_a_step_without_supervision_has_finite_figures() -> None:
+    nothing = BlockLoss(torch.zeros(()), torch.zeros(()), *(torch.zeros(0, 3) for _ in range(3)))
+    empty = replace(nothing, correct_NK=nothing.correct_NK.bool(), mask_NK=nothing.mask_NK.bool())
+    assert figures(empty) == {
+        "loss": 0.0,
+        "acceptance_estimate": 1.0,
+        "accuracy": 0.0,
+        "position_accuracy": [0.0, 0.0, 0.0],
+    }
+
+
+def test_sums_hold_no_gradient() -> None:
+    sums = StepSums(4, CPU)
+    sums.add(replace(FIRST, loss_sum=torch.ones((), requires_grad=True) * 2))
+    assert not sums.loss_sum.requires_grad
+    assert float(sums.loss_sum) == 2.0
+
+
+def log(path: Path, steps: range, **more: object) -> None:
+    with JsonLines(path) as sink:
+        for step in steps:
+            sink({"kind": "train", "step": step, **more})
+
+
+def logged(path: Path) -> list[tuple[int, object]]:
+    return [(line["step"], line.get("run")) for line in map(json.loads, path.read_text().splitlines())]
+
+
+def test_every_record_is_one_line_that_reads_back_equal(tmp_path: Path) -> None:
+    records = [{"kind": "train", "step": 1, "accuracy": [0.5, 1 / 3]}, {"kind": "validation", "step": 1, "loss": 1e-9}]
+    path = tmp_path / "new" / "log.jsonl"
+    with JsonLines(path) as sink:
+        for number, record in enumerate(records, start=1):
+            sink(record)
+            assert len(path.read_text().splitlines()) == number  # flushed: a killed run has logged it
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records
+
+
+@pytest.mark.parametrize("first", [1, 3, 6, 9])
+def test_a_resumed_log_has_the_old_lines_before_its_first_step_and_its_own_from_there(
+    tmp_path: Path, first: int
+) -> None:
+    path = tmp_path / "log.jsonl"
+    log(path, range(1, 6), run="old")
+    log(path, range(first, 8), run="new")
+    kept = [(step, "old") for step in range(1, min(first, 6))]
+    assert logged(path) == kept + [(step, "new") for step in range(first, 8)]
+
+
+def test_lines_of_the_same_step_from_one_run_are_all_kept(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with JsonLines(path) as sink:
+        sink({"kind": "train", "step": 4})
+        sink({"kind": "validation", "step": 4})
+    log(path, range(5, 6))
+    assert [step for step, _ in logged(path)] == [4, 4, 5]
+
+
+@pytest.mark.parametrize("left", [1, 9, 17])
+def test_a_half_written_last_line_is_cut_off_when_the_run_goes_on(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "log.jsonl"
+    log(path, range(1, 4))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines()[-1][:left])
+    log(path, range(4, 5))
+    assert [step for step, _ in logged(path)] == [1, 2, 3, 4]
+
+
+def test_a_log_that_gets_no_record_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log(path, range(1, 4))
+    before = path.read_bytes()
+    log(path, range(0))
+    assert path.read_bytes() == before
+    log(tmp_path / "none.jsonl", range(0))
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_loss_that_is_not_a_number_does_not_stop_a_later_resumption(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log(path, range(1, 3), loss=math.nan)
+    log(path, range(3, 4))
+    assert [step for step, _ in logged(path)] == [1, 2, 3]
+
+
+def test_wandb_offline_leaves_a_run_folder_with_the_records_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    run_dir = tmp_path / "some-run"
+    run_dir.mkdir()
+    config = validate_config(
+        {
+            "cache_dir": "cache",
+            "run_dir": str(run_dir),
+            "target": {"model": "some-target"},
+            "data": {"paths": ["a.jsonl"]},
+            "wandb": {"mode": "offline", "project": "some-project"},
+        },
+        "test",
+    )
+    with Wandb(config) as sink:
+        sink({"kind": "train", "step": 3, "loss": 0.5, "buckets": [4, 0], "text": "left out"})
+        sink({"kind": "validation", "step": 3, "loss": 0.25})
+    (folder,) = (run_dir / "wandb").glob("offline-run-*-some-run")
+    stored = b"".join(path.read_bytes() for path in folder.glob("*.wandb"))
+    for name in (b"train/loss", b"train/buckets_1", b"train/buckets_2", b"validation/loss", b"some-target"):
+        assert name in stored
+    assert b"train/text" not in stored
