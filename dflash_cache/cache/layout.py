@@ -12,7 +12,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dflash_cache.cache.files import write_atomically
-from dflash_cache.config.settings import Dtype, NonNegativeInt, PositiveInt
+from dflash_cache.config.dtypes import Dtype
+from dflash_cache.config.settings import NonNegativeInt, PositiveInt
 from dflash_cache.errors import CacheError
 
 FORMAT_VERSION = 1

@@ -24,7 +24,7 @@ from xxhash import xxh3_64
 
 from dflash_cache.cache.files import atomic_file, explain_write_errors, write_all
 from dflash_cache.cache.layout import FORMAT_VERSION
-from dflash_cache.config.settings import Dtype
+from dflash_cache.config.dtypes import Dtype
 from dflash_cache.errors import CacheError
 
 DATA_BEGIN = 4096  # bytes: 8 for the header's length, the rest JSON and spaces

@@ -46,12 +46,17 @@ def validate_config(tree: Mapping[str, Any], source: str) -> Config:
     except ValidationError as error:
         details = error.errors(include_url=False)
         sentences = [_describe(detail) for detail in details]
-        raise ConfigError(f"The configuration {source} is wrong: {'; '.join(sentences)}.") from None
+        raise ConfigError(f"The configuration {source} is wrong: {end_sentence('; '.join(sentences))}") from None
 
 
 def dump_config(config: Config) -> str:
     """The full resolved configuration as YAML, in the order of the settings."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def end_sentence(text: str) -> str:
+    """The text with a full stop, unless it ends in a mark of its own."""
+    return text if text.endswith(("?", "!", ".")) else f"{text}."
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -91,9 +96,6 @@ def _suggestion(location: Sequence[str]) -> str:
     if section is None:
         return ""
     known = list(section.model_fields)
-    close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {'.'.join([*location[:-1], close[0]])}?"
     elsewhere = [
         f"{name}.{location[-1]}"
         for name in Config.model_fields
@@ -101,6 +103,9 @@ def _suggestion(location: Sequence[str]) -> str:
     ]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
+    close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {'.'.join([*location[:-1], close[0]])}?"
     return f"; known here: {', '.join(known)}"
 
 

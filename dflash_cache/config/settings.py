@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from dflash_cache.config.dtypes import ComputeDtype, Dtype, DtypeOrAuto
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Settings(BaseModel):
@@ -27,7 +28,9 @@ class TargetSettings(Settings):
 
     model: str = Field(description="folder of a transformers checkpoint, or a model's name on the Hub")
     revision: str | None = Field(None, description="revision on the Hub; null: the default one")
-    dtype: Dtype = Field("bfloat16", description="dtype of the forward pass and of the cached states")
+    dtype: DtypeOrAuto = Field(
+        "bfloat16", description="dtype of the forward pass and the cached states; auto: the faster"
+    )
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     layer_ids: tuple[NonNegativeInt, ...] | None = Field(
         None,
@@ -152,9 +155,9 @@ class TrainSettings(Settings):
     final_learning_rate_share: Share = Field(0.0, description="the cosine ends at this share of learning_rate")
     clip_norm: PositiveFloat = 1.0
     seed: NonNegativeInt = 0
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: ComputeDtype = Field(
         "bfloat16",
-        description="autocast dtype of the drafter's matrix products; master weights are float32",
+        description="autocast dtype of the drafter's matrix products; master weights are float32; auto: the faster",
     )
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     reader_threads: PositiveInt = 2

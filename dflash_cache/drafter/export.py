@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_cache.config.settings import Dtype
+from dflash_cache.config.dtypes import Dtype
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import DrafterShape
 from dflash_cache.errors import RunError

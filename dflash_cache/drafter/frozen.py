@@ -54,8 +54,9 @@ def load_frozen(files: TargetFiles, embedding_scale: float, dtype: torch.dtype, 
     bias = next((name for name in HEAD_BIASES if name in files.names), None)
     if bias is not None:
         raise TargetError(f"The target's head has a bias ({bias}), which this version does not reproduce in training.")
-    tied = files.load_config().tie_word_embeddings or not any(name in files.names for name in HEAD_NAMES)
-    head_name = embedding_name if tied else _only(files, HEAD_NAMES, "head")
+    # A head in the files is the one that transformers uses, whatever the config says about tying.
+    has_head = any(name in files.names for name in HEAD_NAMES)
+    head_name = _only(files, HEAD_NAMES, "head") if has_head else embedding_name
     tensors = {
         name: tensor.to(device, dtype)
         for name, tensor in files.read(dict.fromkeys((embedding_name, head_name))).items()

@@ -79,6 +79,8 @@ def shape_from_target(
     head_dim = (
         settings.head_dim or getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
     )
+    if head_dim % 2:
+        raise ConfigError(f"The drafter's head_dim {head_dim} is odd, and rotary positions need pairs: make it even.")
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"The drafter's {num_heads} attention heads are no multiple of its {num_kv_heads} key-value heads; "

@@ -26,6 +26,18 @@ def start_drafter(drafter: Drafter, settings: DrafterSettings, files: TargetFile
 
 def _copy_target_layers(drafter: Drafter, files: TargetFiles) -> None:
     shape = drafter.shape
+    config = files.load_config()
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if activation != "silu":
+        raise ConfigError(
+            f"drafter.init: target-layers needs a target whose layers are like the drafter's, and "
+            f"{config.model_type}'s (activation {activation}) are not; set it to random."
+        )
+    if shape.num_layers > shape.target_num_layers:
+        raise ConfigError(
+            f"drafter.init: target-layers needs drafter.num_layers ({shape.num_layers}) to be at most the target's "
+            f"{shape.target_num_layers}."
+        )
     prefix = next((p for p in LAYER_PREFIXES if f"{p}.0.self_attn.q_proj.weight" in files.names), None)
     if prefix is None:
         raise ConfigError("drafter.init: target-layers needs a target with Llama's layer names; set it to random.")

@@ -79,7 +79,7 @@ class TargetFiles:
         64 KiB at the begin, the middle and the end of each file tell two trainings of one model apart at a cost that
         does not grow with the target (hashing 600 GB would take minutes at every start).
         """
-        hasher = xxh3_64(json.dumps(json.loads(self._config_path.read_text()), sort_keys=True).encode())
+        hasher = xxh3_64(json.dumps(_read_json(self._config_path), sort_keys=True).encode())
         for file in sorted(set(self._files.values())):
             path = Path(self._path(file))
             size = path.stat().st_size
@@ -96,7 +96,8 @@ class TargetFiles:
         """Each tensor's name and the file that holds it."""
         index = self._locate(INDEX)
         if index is not None:
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            weight_map: dict[str, str] = _read_json(index).get("weight_map", {})
+            self._check_files(weight_map)
             return weight_map
         single = self._locate(SINGLE)
         if single is None:
@@ -104,11 +105,18 @@ class TargetFiles:
                 f"The target {self._settings.model} has no weights in safetensors ({SINGLE} or {INDEX}): "
                 "save it with `save_pretrained` first."
             )
-        try:
-            with safe_open(single, "pt") as file:
-                return dict.fromkeys(file.keys(), SINGLE)
-        except SafetensorError as error:
-            raise TargetError(f"The weights {single} are damaged ({error}): fetch them again.") from None
+        return dict.fromkeys(_list_tensors(single), SINGLE)
+
+    def _check_files(self, weight_map: dict[str, str]) -> None:
+        """See that each file of the index is whole and holds what the index says."""
+        for file in sorted(set(weight_map.values())):
+            held = _list_tensors(Path(self._path(file)))
+            missing = next((name for name, where in weight_map.items() if where == file and name not in held), None)
+            if missing is not None:
+                raise TargetError(
+                    f"The weights {file} of the target {self._settings.model} lack {missing}, which {INDEX} promises: "
+                    "fetch them again."
+                )
 
     def _path(self, name: str) -> str:
         path = self._locate(name)
@@ -124,3 +132,22 @@ class TargetFiles:
             return Path(hf_hub_download(self._settings.model, name, revision=self._settings.revision))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
             return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TargetError(f"The target's file {path} is damaged ({error}): fetch it again.") from None
+    if not isinstance(tree, dict):
+        raise TargetError(f"The target's file {path} does not hold a JSON object: fetch it again.")
+    return tree
+
+
+def _list_tensors(path: Path) -> frozenset[str]:
+    """Names in a safetensors file; opening it checks its header against its size."""
+    try:
+        with safe_open(path, "pt") as file:
+            return frozenset(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise TargetError(f"The weights {path} are damaged ({error}): fetch them again.") from None

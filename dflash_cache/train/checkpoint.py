@@ -87,21 +87,15 @@ def latest_path(run_dir: Path) -> Path | None:
 
 def best_path(run_dir: Path) -> Path | None:
     """The checkpoint with the best validation, if there is one."""
-    try:
-        name: str = json.loads((checkpoints_dir(run_dir) / BEST).read_text())["checkpoint"]
-    except FileNotFoundError:
-        return None
-    path = checkpoints_dir(run_dir) / name
+    best = _read_best(run_dir)
+    path = checkpoints_dir(run_dir) / best.get("checkpoint", "none")
     return path if path.exists() else None
 
 
 def best_score(run_dir: Path, up_to_step: int) -> float:
     """Validation's acceptance estimate of the best checkpoint; −inf without one, or if it is past `up_to_step`."""
-    try:
-        best = json.loads((checkpoints_dir(run_dir) / BEST).read_text())
-    except FileNotFoundError:
-        return float("-inf")
-    return float(best["acceptance_estimate"]) if best["step"] <= up_to_step else float("-inf")
+    best = _read_best(run_dir)
+    return float(best["acceptance_estimate"]) if best and best["step"] <= up_to_step else float("-inf")
 
 
 def mark_best(run_dir: Path, path: Path, step: int, acceptance_estimate: float) -> None:
@@ -125,5 +119,15 @@ def check_identity(checkpoint: Checkpoint, now: dict[str, Any], run_dir: Path) -
         )
 
 
+def _read_best(run_dir: Path) -> dict[str, Any]:
+    """What `mark_best` wrote; empty without it, or if someone broke it (the next validation writes it anew)."""
+    try:
+        best: dict[str, Any] = json.loads((checkpoints_dir(run_dir) / BEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return best
+
+
 def _list(run_dir: Path) -> list[Path]:
-    return sorted(checkpoints_dir(run_dir).glob("step-*.pt"))
+    paths = checkpoints_dir(run_dir).glob("step-*.pt")
+    return sorted(paths, key=lambda path: int(path.stem.removeprefix("step-")))

@@ -15,7 +15,9 @@ from typing import Any, Self, TextIO
 import torch
 import wandb
 from torch import Tensor
+from xxhash import xxh3_64
 
+from dflash_cache.cache.files import write_atomically
 from dflash_cache.config.settings import Config
 from dflash_cache.drafter.loss import BlockLoss
 
@@ -87,9 +89,23 @@ class JsonLines:
     def _open_at(self, step: int) -> TextIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-        self._path.write_text("".join(kept), encoding="utf-8")
+        kept = "".join(line for line in lines if _step_of(line) < step)
+        write_atomically(self._path, kept.encode())
         return self._path.open("a", encoding="utf-8", buffering=1)
+
+
+def _step_of(line: str) -> float:
+    """The record's step; infinite, so that it is cut off, if the line was only half written."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
+    except ValueError:
+        return float("inf")
+
+
+def wandb_id(run_dir: Path) -> str:
+    """The same for the same folder, so that a resumed run goes on in its own curves, and different for others."""
+    path = run_dir.resolve()
+    return f"{path.name}-{xxh3_64(str(path).encode()).hexdigest()[:8]}"
 
 
 class Wandb(AbstractContextManager["Wandb"]):
@@ -103,7 +119,7 @@ class Wandb(AbstractContextManager["Wandb"]):
             group=settings.group,
             mode=settings.mode,
             dir=config.run_dir,
-            id=Path(config.run_dir).name,
+            id=wandb_id(Path(config.run_dir)),
             resume="allow",
             config=config.model_dump(mode="json"),
         )

@@ -185,7 +185,7 @@ def make_optimizers(drafter: Drafter, settings: TrainSettings) -> list[torch.opt
 
 def identify(config: Config, reader: CacheReader, shape: dict[str, Any]) -> dict[str, Any]:
     """What decides a run's bits: the cache, the drafter, the objective, and the training settings but for logging."""
-    free = {"log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes", "max_steps"}
+    free = {"log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes"}
     train = config.train.model_dump(mode="json")
     return {
         "cache": reader.fingerprint,

@@ -17,7 +17,7 @@ from dflash_cache.cache.index import commit_fragment, consolidate
 from dflash_cache.cache.layout import Manifest, read_manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.shards import TORCH_DTYPES, ShardWriter
-from dflash_cache.config.settings import Dtype
+from dflash_cache.config.dtypes import Dtype
 from dflash_cache.errors import CacheError
 
 Sample = tuple[Tensor, Tensor, Tensor]

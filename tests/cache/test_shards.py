@@ -15,7 +15,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 from dflash_cache.cache.shards import TORCH_DTYPES, ShardWriter, encode_header, read_layout
-from dflash_cache.config.settings import Dtype
+from dflash_cache.config.dtypes import Dtype
 from dflash_cache.errors import CacheError
 
 KILLED_BEFORE_THE_RENAME = """

@@ -70,7 +70,6 @@ def test_a_tied_target_whose_file_repeats_the_embedding_as_head_is_read_as_tied(
     assert torch.equal(read(folder).head_VH, build(folder).get_output_embeddings().weight)
 
 
-@pytest.mark.xfail(strict=True, reason="load_frozen takes the embedding; transformers 5 takes the file's own head")
 def test_a_target_that_says_tied_but_has_a_head_of_its_own_has_the_models_head(
     save_family: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_cache.config.settings import Dtype, TargetSettings
+from dflash_cache.config.dtypes import Dtype
+from dflash_cache.config.settings import TargetSettings
 from dflash_cache.target.capture import capture_states
 from dflash_cache.target.load import Target, load_target, text_model
 

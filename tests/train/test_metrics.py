@@ -199,7 +199,7 @@ def test_wandb_offline_leaves_a_run_folder_with_the_records_names(
     with Wandb(config) as sink:
         sink({"kind": "train", "step": 3, "loss": 0.5, "buckets": [4, 0], "text": "left out"})
         sink({"kind": "validation", "step": 3, "loss": 0.25})
-    (folder,) = (run_dir / "wandb").glob("offline-run-*-some-run")
+    (folder,) = (run_dir / "wandb").glob("offline-run-*-some-run-*")
     stored = b"".join(path.read_bytes() for path in folder.glob("*.wandb"))
     for name in (b"train/loss", b"train/buckets_1", b"train/buckets_2", b"validation/loss", b"some-target"):
         assert name in stored

@@ -87,6 +87,9 @@ def test_muon_moves_matrices_by_a_fifth_of_the_rate_along_equal_singular_values_
     generator = torch.Generator().manual_seed(0)
     for parameter in drafter.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:  # singular values from 1 to 10, so that Muon's five iterations reach them all
+            u, s, vh = torch.linalg.svd(parameter.grad, full_matrices=False)
+            parameter.grad = u * torch.linspace(10, 1, len(s)) @ vh
     for optimizer in optimizers:
         optimizer.step()
     for name, parameter in drafter.named_parameters():
@@ -96,7 +99,7 @@ def test_muon_moves_matrices_by_a_fifth_of_the_rate_along_equal_singular_values_
             continue
         # U·Vᵀ of an m × n matrix has singular values 1 and entries of RMS 1/√max(m, n); scaled by 0.2·√max(m, n)
         singular = torch.linalg.svdvals(moved) / (0.2 * max(moved.shape) ** 0.5)
-        assert 0.4 < float(singular.min()), name
+        assert float(singular.min()) > 0.6, name
         assert float(singular.max()) < 1.4, name
         assert float(moved.square().mean().sqrt()) == pytest.approx(0.2, rel=0.3), name
 
