@@ -54,7 +54,8 @@ class Stages:
             figures = stage()
             seconds = time.perf_counter() - started
             # A stage that found everything done keeps the figures of the run that did it.
-            if name not in before or figures.pop("worked", True):
+            worked = figures.pop("worked", True)
+            if worked or name not in before:
                 before[name] = {**before.get(name, {}), **figures, "seconds": seconds}
                 self._write(before)
         return self._read()
