@@ -24,7 +24,8 @@ PROMPTS = [[5, 9, 11, 40], [7, 7, 8, 30, 41, 9, 10]]
 
 def make_drafter(target: Target, folder: Path) -> Drafter:
     """As training would begin, with weights moved a little so that no norm is all ones."""
-    settings = DrafterSettings(num_layers=2, block_size=5, init="target-layers")
+    init = "target-layers" if target.config.model_type in ("llama", "qwen3") else "random"
+    settings = DrafterSettings(num_layers=2, block_size=5, init=init)
     drafter = Drafter(shape_from_target(target.config, settings, target.layer_ids, 127))
     start_drafter(drafter, settings, TargetFiles(TargetSettings(model=str(folder))), 0)
     generator = torch.Generator().manual_seed(1)
