@@ -12,6 +12,9 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from dflash_cache.errors import CacheError
 
 _SUFFIX = ".partial"
@@ -42,6 +45,14 @@ def atomic_file(path: Path) -> Iterator[FileIO]:
                 temporary.unlink(missing_ok=True)
             raise
         flush_folder(path.parent)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Make `path` a parquet file of `table`, all at once. Raises CacheError if it cannot."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    with atomic_file(path) as file:
+        write_all(file, memoryview(sink.getvalue()).cast("B"))
 
 
 def write_all(file: FileIO, data: memoryview) -> None:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from xxhash import xxh3_64
 
-from dflash_cache.cache.files import atomic_file, explain_write_errors, flush_folder, write_all
+from dflash_cache.cache.files import explain_write_errors, flush_folder, write_table
 from dflash_cache.cache.layout import index_dir
 from dflash_cache.errors import CacheError
 
@@ -59,7 +59,7 @@ def commit_fragment(cache_dir: Path, rows: pa.Table, name: str) -> None:
         raise CacheError(
             f"The index fragment {path} exists already: let one `dflash generate` at a time write a cache."
         )
-    _write_table(path, rows.select(SCHEMA.names).cast(SCHEMA))
+    write_table(path, rows.select(SCHEMA.names).cast(SCHEMA))
 
 
 def consolidate(cache_dir: Path) -> None:
@@ -68,7 +68,7 @@ def consolidate(cache_dir: Path) -> None:
     fragments = [path for path in paths if path.name != _CONSOLIDATED]
     if not fragments:
         return
-    _write_table(index_dir(cache_dir) / _CONSOLIDATED, table)
+    write_table(index_dir(cache_dir) / _CONSOLIDATED, table)
     with explain_write_errors(index_dir(cache_dir)):
         for fragment in fragments:
             fragment.unlink(missing_ok=True)
@@ -139,10 +139,3 @@ def _read_table(path: Path) -> pa.Table:
             "delete it and run `dflash generate`, which redoes the samples it listed."
         ) from None
     return table
-
-
-def _write_table(path: Path, table: pa.Table) -> None:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    with atomic_file(path) as file:
-        write_all(file, memoryview(sink.getvalue()).cast("B"))

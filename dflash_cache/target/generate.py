@@ -14,11 +14,10 @@ from typing import Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from dflash_cache.cache.files import atomic_file, remove_leftovers, write_all
+from dflash_cache.cache.files import remove_leftovers, write_table
 from dflash_cache.cache.index import commit_fragment, completed_jobs, consolidate
 from dflash_cache.cache.layout import (
     Manifest,
@@ -223,11 +222,3 @@ def job_table(jobs: JobList) -> pa.Table:
     samples = pa.ListArray.from_arrays(pa.array(jobs.begin, pa.int32()), pa.array(jobs.samples, pa.int64()))
     numbers = pa.array(np.arange(jobs.num_jobs), pa.int32())
     return pa.table({"job": numbers, "bucket": pa.array(jobs.bucket, pa.int16()), "samples": samples})
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    """A parquet file, atomically."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    with atomic_file(path) as file:
-        write_all(file, memoryview(sink.getvalue()).cast("B"))

