@@ -12,6 +12,7 @@ batches too high).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from dflash_cache.drafter.anchors import Blocks
 
 CHUNK_LOGITS = 6_000_000  # logits of one chunk: 24 MB in float32, so that its passes stay in a CPU's caches
+
+LOWEST_LOGIT = -60.0  # below the highest; e^-60 is nothing in float32, and no product of it is denormal, which is slow
 
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
@@ -70,20 +73,24 @@ class _FrozenHeadLoss(torch.autograd.Function):
         loss_sum = torch.zeros((), device=device)
         weight_sum = torch.zeros((), device=device)
         blocks_per_chunk = max(1, CHUNK_LOGITS // (head_VH.shape[0] * K))
+        buffers = _chunk_buffers(blocks_per_chunk * K, head_VH.shape[0], head_VH.dtype, device)
         for begin in range(0, N, blocks_per_chunk):
             part = slice(begin, begin + blocks_per_chunk)
             mask = mask_NK[part]
             rows_RH = states_NKH[part][mask].to(head_VH.dtype)
             labels_R = labels_NK[part][mask]
-            logits_RV = (rows_RH @ head_VH.T).float()
-            highest_R, argmax_R = logits_RV.max(dim=1)
+            low_RV, logits_RV = (buffer[: len(rows_RH)] for buffer in buffers)
+            torch.mm(rows_RH, head_VH.T, out=low_RV)
+            logits_RV.copy_(low_RV)  # nothing is copied where both are the same float32 buffer
+            highest_R = logits_RV.amax(dim=1)
             label_logit_R = logits_RV.gather(1, labels_R[:, None])[:, 0]
-            exponentials_RV = logits_RV.sub_(highest_R[:, None]).exp_()
+            correct_R = _labels_chosen(logits_RV, labels_R, label_logit_R == highest_R)
+            exponentials_RV = logits_RV.sub_(highest_R[:, None]).clamp_(min=LOWEST_LOGIT).exp_()
             total_R = exponentials_RV.sum(dim=1)
             ce_R = total_R.log() + highest_R - label_logit_R
 
             ce_NK[part][mask] = ce_R
-            correct_NK[part][mask] = argmax_R == labels_R
+            correct_NK[part][mask] = correct_R
             weights_NK = weigh(ce_NK[part], mask)
             weights_R = weights_NK[mask]
             loss_sum += torch.dot(weights_R, ce_R)
@@ -91,7 +98,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
             if gradient_NKH is not None:
                 gradient_RV = exponentials_RV.mul_((weights_R / total_R)[:, None])
                 gradient_RV.scatter_add_(1, labels_R[:, None], -weights_R[:, None])
-                gradient_NKH[part][mask] = (gradient_RV.to(head_VH.dtype) @ head_VH).to(gradient_NKH.dtype)
+                low_RV.copy_(gradient_RV)
+                gradient_NKH[part][mask] = (low_RV @ head_VH).to(gradient_NKH.dtype)
         if gradient_NKH is not None:
             ctx.save_for_backward(gradient_NKH)
         ctx.mark_non_differentiable(weight_sum, ce_NK, correct_NK)
@@ -101,3 +109,22 @@ class _FrozenHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_NKH,) = ctx.saved_tensors
         return gradient_NKH * gradients[0].to(gradient_NKH.dtype), None, None, None, None
+
+
+@lru_cache(maxsize=1)
+def _chunk_buffers(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two buffers (rows, V) for a chunk's logits, in the head's dtype and in float32 (the same one if that is it).
+
+    Kept from call to call: fresh memory of this size comes from the system page by page, and touching it first
+    costs more than all passes over it (measured: 17 ms against 1 ms a pass).
+    """
+    low = torch.empty(rows, vocab_size, dtype=dtype, device=device)
+    return low, low if dtype == torch.float32 else torch.empty_like(low, dtype=torch.float32)
+
+
+def _labels_chosen(logits_RV: Tensor, labels_R: Tensor, highest_R: Tensor) -> Tensor:
+    """Whether each row's argmax is its label; only rows whose label is among the `highest_R` are searched."""
+    candidates = highest_R.nonzero()[:, 0]
+    chosen_R = torch.zeros_like(highest_R)
+    chosen_R[candidates] = logits_RV[candidates].argmax(dim=1) == labels_R[candidates]
+    return chosen_R
