@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_cache.drafter.attention import attend_blocks, rotary_table, rotate
+from dflash_cache.drafter.norm import RMSNorm
 from dflash_cache.drafter.shape import DrafterShape
 
 KeysValues = tuple[Tensor, Tensor]
@@ -34,8 +35,8 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def keys_values(self, states: Tensor, table: tuple[Tensor, Tensor]) -> KeysValues:
         """Rotated keys and plain values (…, K, D) of states (…, H), context and block alike."""
@@ -80,8 +81,8 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = DraftAttention(shape)
         self.mlp = DraftMLP(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(
         self, slots_SABH: Tensor, context: KeysValues, visible_SA: Tensor, table: tuple[Tensor, Tensor]
@@ -101,11 +102,11 @@ class Drafter(nn.Module):
         self.shape = shape
         num_captured = len(shape.target_layer_ids)
         self.fc = nn.Linear(num_captured * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers: Sequence[DraftLayer] = nn.ModuleList(  # type: ignore[assignment]  # it is one, by duck
             [DraftLayer(shape) for _ in range(shape.num_layers)]
         )
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def initialize(self, generator: torch.Generator) -> None:
         """Normal(0, initializer_range) matrices and unit norms, as transformers initialises Qwen3."""
