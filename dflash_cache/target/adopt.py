@@ -222,13 +222,14 @@ def copy_rest(cache_dir: Path, dump: Dump, plan: CopyPlan, bad: BadSamples, obse
         )
     done = total - missing
     observer.copying(done, total)
-    bad.errors += late_errors(cache_dir)
+    for error in late_errors(cache_dir):
+        bad.add(error)
     known = len(bad.errors)
     for job in remaining:
         for tokens in copy_job(cache_dir, dump, plan, job, bad):
             done += tokens
             observer.copying(done, total)
-    late = BadSamples(bad.total, bad.max_share, bad.errors[known:])
+    late = BadSamples(bad.total, 1.0, {error.source: error for error in bad.errors[known:]})
     observer.skipped(late.reasons, late.first)
 
 

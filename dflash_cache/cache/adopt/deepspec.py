@@ -48,6 +48,7 @@ class DeepSpecDump:
             )
         self.hidden_size = int(manifest["hidden_size"])
         self._shards = {int(shard["shard_id"]): str(shard["file_name"]) for shard in manifest["shards"]}
+        self._sizes = {number: _file_size(folder / name) for number, name in self._shards.items()}
         self._records = _read_index(folder, int(manifest["num_samples"]))
         self.names = [f"samples.idx:{row}" for row in range(len(self._records))]
 
@@ -55,6 +56,9 @@ class DeepSpecDump:
         """One record's ids and mask. Raises SampleError if the index points outside its shard."""
         record = self._records[int(name.partition(":")[2])]
         length, width = int(record["length"]), len(self.layer_ids or ()) * self.hidden_size
+        end = int(record["offset"][_STATES]) + length * width * torch.bfloat16.itemsize
+        if end > self._sizes.get(int(record["shard"]), 0):
+            raise SampleError(name, "a shard that is missing or ends too early", f"shard {record['shard']}")
 
         def read(place: int, dtype: str, count: int) -> np.ndarray:
             return self._read(name, int(record["shard"]), int(record["offset"][place]), np.dtype(dtype), count)
@@ -73,11 +77,15 @@ class DeepSpecDump:
     def _read(self, name: str, shard: int, offset: int, dtype: np.dtype, count: int) -> np.ndarray:
         try:
             values = np.fromfile(self._folder / self._shards[shard], dtype, count, offset=offset)
-        except (KeyError, OSError) as error:
-            raise SampleError(name, "a shard that is missing or cannot be read", f"shard {shard}, {error}") from None
-        if len(values) < count:
-            raise SampleError(name, "a shard that ends too early", f"{self._shards[shard]}")
+        except OSError as error:
+            raise SampleError(name, "a shard that cannot be read", f"{self._shards[shard]}: {error.strerror}") from None
+        if len(values) < count:  # it has shrunk since it was opened, or the index points at nonsense
+            raise SampleError(name, "a shard that is missing or ends too early", f"shard {shard}")
         return values
+
+
+def _file_size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

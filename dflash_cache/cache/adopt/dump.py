@@ -20,6 +20,7 @@ from dflash_cache.config.dtypes import Dtype
 from dflash_cache.data.conversations import RecordError
 from dflash_cache.data.templates import Tokens
 
+_CHUNK_TOKENS = 64
 _NAMES: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -114,7 +115,8 @@ def load_states(name: str, sample: DumpedSample, expected: Expected, length: int
     but a hole in a dump does.
     """
     states_TLH = sample.load().reshape(sample.shape[0], -1, expected.hidden_size)[:length, : expected.num_layers]
-    peak_TL = torch.linalg.vector_norm(states_TLH.float(), ord=float("inf"), dim=-1)
+    # in chunks that stay in the processor's cache: 5 GB/s, against 0.4 for isfinite over the whole
+    peak_TL = torch.cat([chunk.abs().amax(-1) for chunk in states_TLH.split(_CHUNK_TOKENS)])
     if not bool(torch.isfinite(peak_TL).all()):
         raise SampleError(name, "states that are not finite", _first_place(~torch.isfinite(peak_TL)))
     if not bool(peak_TL.all()):

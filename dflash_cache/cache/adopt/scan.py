@@ -31,16 +31,21 @@ class BadSamples:
 
     total: int
     max_share: float
-    errors: list[SampleError] = field(default_factory=list)
+    by_name: dict[str, SampleError] = field(default_factory=dict)
 
     def add(self, error: SampleError) -> None:
-        """Count one more. Raises DataError if these are too many."""
-        self.errors.append(error)
-        if len(self.errors) > self.max_share * self.total:
+        """Count one more, unless it is known. Raises DataError if these are too many."""
+        self.by_name.setdefault(error.source, error)
+        if len(self.by_name) > self.max_share * self.total:
             raise DataError(
                 f"Too many samples of the dump cannot be used ({list_reasons(self.reasons, self.first)}), and at most "
                 f"{self.max_share:.2%} of {self.total:,} may be left out: mend the dump, or set --max-bad-share."
             )
+
+    @property
+    def errors(self) -> list[SampleError]:
+        """All of them, in the order in which they were found."""
+        return list(self.by_name.values())
 
     @property
     def reasons(self) -> dict[str, int]:
