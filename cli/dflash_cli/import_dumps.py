@@ -1,5 +1,6 @@
 """`dflash import`: hidden states that a peer's tool dumped, as a cache."""
 
+import json
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
@@ -96,7 +97,7 @@ def register(app: typer.Typer) -> None:
 def make_config(source: Path, config: Path | None, changes: dict[str, Any]) -> Config:
     """The configuration with the command's options in it, or one of these options alone. Raises ConfigError."""
     if config is not None:
-        return load_config(config, [f"{key}={value!r}" for key, value in changes.items()])
+        return load_config(config, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
     if "target.model" not in changes:
         raise ConfigError("No target is named: give --target (its config, tokenizer and weights), or --config.")
     tree: dict[str, Any] = {"run_dir": f"{changes['cache_dir']}-run", "data": {"paths": [str(source)]}}

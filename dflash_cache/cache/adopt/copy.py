@@ -104,7 +104,7 @@ def copy_job(cache_dir: Path, dump: Dump, plan: CopyPlan, job: int, bad: BadSamp
     refused: dict[int, SampleError] = {}
     path = shard_path(cache_dir, bucket, number)
     with ShardWriter(path, bucket, len(manifest.layer_ids), manifest.hidden_size, manifest.dtype) as writer:
-        for sample, states in zip(members, _read_ahead(dump, plan, members), strict=True):
+        for sample, states in zip(members, read_states(dump, plan, members), strict=True):
             ids, mask = sample_tokens(plan.samples, sample)
             if isinstance(states, SampleError):
                 refused[sample] = states
@@ -119,6 +119,32 @@ def copy_job(cache_dir: Path, dump: Dump, plan: CopyPlan, job: int, bad: BadSamp
         _add_late(cache_dir, refused)
     if rows:
         commit_fragment(cache_dir, _index_rows(rows, bucket, number, job), f"{bucket}-{number:06d}")
+
+
+def read_states(dump: Dump, plan: CopyPlan, members: list[int]) -> Iterator[Tensor | SampleError]:
+    """The states of each member in order, or why they cannot be used; READ_AHEAD_BYTES are read ahead at most."""
+    expected = expect(plan.manifest, dump)
+    lengths = plan.lengths
+    sources = plan.samples["source"]
+
+    def read(sample: int) -> Tensor | SampleError:
+        name = sources[sample].as_py()
+        try:
+            return load_states(name, dump.open_sample(name), expected, int(lengths[sample]))
+        except SampleError as error:
+            return error
+
+    waiting: deque[tuple[int, Future[Tensor | SampleError]]] = deque()
+    begun = waiting_bytes = 0
+    with ThreadPoolExecutor(READER_THREADS) as pool:
+        for _ in members:
+            while begun < len(members) and (not waiting or waiting_bytes < READ_AHEAD_BYTES):
+                size = int(lengths[members[begun]]) * plan.state_bytes
+                waiting.append((size, pool.submit(read, members[begun])))
+                begun, waiting_bytes = begun + 1, waiting_bytes + size
+            size, future = waiting.popleft()
+            waiting_bytes -= size
+            yield future.result()
 
 
 def read_left_out(cache_dir: Path) -> pa.Table:
@@ -173,32 +199,6 @@ def _list_errors(errors: Sequence[SampleError], samples: Sequence[int | None]) -
         "detail": [error.detail for error in errors],
     }
     return pa.table(columns, LEFT_OUT)
-
-
-def _read_ahead(dump: Dump, plan: CopyPlan, members: list[int]) -> Iterator[Tensor | SampleError]:
-    """The states of each member in order, or why they cannot be used; READ_AHEAD_BYTES are read ahead at most."""
-    expected = expect(plan.manifest, dump)
-    lengths = plan.lengths
-    sources = plan.samples["source"]
-
-    def read(sample: int) -> Tensor | SampleError:
-        name = sources[sample].as_py()
-        try:
-            return load_states(name, dump.open_sample(name), expected, int(lengths[sample]))
-        except SampleError as error:
-            return error
-
-    waiting: deque[tuple[int, Future[Tensor | SampleError]]] = deque()
-    begun = waiting_bytes = 0
-    with ThreadPoolExecutor(READER_THREADS) as pool:
-        for _ in members:
-            while begun < len(members) and (not waiting or waiting_bytes < READ_AHEAD_BYTES):
-                size = int(lengths[members[begun]]) * plan.state_bytes
-                waiting.append((size, pool.submit(read, members[begun])))
-                begun, waiting_bytes = begun + 1, waiting_bytes + size
-            size, future = waiting.popleft()
-            waiting_bytes -= size
-            yield future.result()
 
 
 def _index_rows(rows: list[tuple[int, ...]], bucket: int, number: int, job: int) -> pa.Table:

@@ -52,15 +52,15 @@ class RecordDump:
     def open_sample(self, name: str) -> DumpedSample:
         """The record, its tensors mapped. Raises SampleError if it is damaged or holds code, DataError without mask."""
         record = self._read(name, mapped=True)
-        if "loss_mask" not in record:
-            raise DataError(
-                f"{self._folder / name} holds no loss_mask, so nothing says which tokens are the answer's: dump again "
-                "with one (Model Optimizer's HF and vLLM dumpers write it with --answer-only-loss)."
-            )
         key = next((key for key in self._state_keys if key in record), None)
         if key is None or "input_ids" not in record:
             raise SampleError(
                 name, f"a record without input_ids or {' or '.join(self._state_keys)}", f"it holds {', '.join(record)}"
+            )
+        if "loss_mask" not in record:
+            raise DataError(
+                f"{self._folder / name} holds no loss_mask, so nothing says which tokens are the answer's: dump again "
+                "with one (Model Optimizer's HF and vLLM dumpers write it with --answer-only-loss)."
             )
         input_ids, loss_mask, states = (self._tensor(name, record, each) for each in ("input_ids", "loss_mask", key))
         shape = tuple(states.shape[1:] if states.ndim == 3 and states.shape[0] == 1 else states.shape)

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -106,4 +107,9 @@ def _read_dataset(folder: Path) -> pa.Table:
             f"The dataset {folder} lacks {' and '.join(sorted(missing))}: name the one that speculators' "
             "prepare_data.py wrote with --dataset."
         )
-    return rows.select(["input_ids", "loss_mask"])
+    rows = rows.select(["input_ids", "loss_mask"])
+    for column in rows.columns:
+        lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+        if not lists or column.null_count or pc.list_flatten(column).null_count:
+            raise DataError(f"The dataset {folder} holds {column.type} with gaps where lists of numbers should be.")
+    return rows

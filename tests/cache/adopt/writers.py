@@ -41,7 +41,7 @@ def write_speculators(folder: Path, samples: Sequence[Captured], layer_ids: Sequ
     """speculators c05b95b: prepare_data.py's `save_to_disk`, then data_generation_offline.py with the last layer.
 
     vLLM's connector saves {"hidden_states", "token_ids"} with save_file; datasets writes IPC streams of at most 1,000
-    rows a batch, lists them in state.json, and keeps int64 lists.
+    rows a batch, lists them in state.json, and narrows `input_ids` to int32.
     """
     (folder / "hidden_states").mkdir(parents=True)
     for i, sample in enumerate(samples):
@@ -53,7 +53,7 @@ def write_speculators(folder: Path, samples: Sequence[Captured], layer_ids: Sequ
     for name, rows in zip(names, (samples[:half], samples[half:]), strict=True):
         table = pa.table(
             {
-                "input_ids": pa.array([row.input_ids.tolist() for row in rows], pa.list_(pa.int64())),
+                "input_ids": pa.array([row.input_ids.tolist() for row in rows], pa.list_(pa.int32())),
                 "loss_mask": pa.array([row.loss_mask.tolist() for row in rows], pa.list_(pa.int64())),
                 "seq_len": [len(row.input_ids) for row in rows],
             }
