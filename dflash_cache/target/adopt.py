@@ -66,12 +66,14 @@ def adopt(config: Config, source: Source, observer: AdoptObserver) -> Manifest:
     Raises ConfigError, TargetError, DataError or CacheError, each in one sentence.
     """
     cache_dir = Path(config.cache_dir)
+    if cache_dir.resolve() == source.folder.resolve():
+        raise ConfigError(f"The cache would lie in the dump itself, at {cache_dir}: name another folder for the cache.")
     files = TargetFiles(config.target)
     target = files.load_config()
     dump = open_dump(source)
     layer_ids = resolve_layers(source, dump, target)
     expected = Expected(len(layer_ids), target.hidden_size, target.vocab_size, dump.extra_last_layer)
-    bad = BadSamples(len(dump.names), source.max_bad_share)
+    bad = BadSamples(len(dump.names), 0.0 if config.data.strict else source.max_bad_share)
     scan = scan_samples(config, source, dump, expected, bad, observer)
     plan = plan_copy(config, source, scan, make_manifest(config, source, files, scan, layer_ids), dump)
     observer.planned(

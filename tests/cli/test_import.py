@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -129,6 +130,8 @@ def test_bad_samples_are_left_out_by_name_and_the_rest_can_be_trained(
     (dump / "chat-5.pt").write_bytes(whole[: len(whole) // 2])
     check(modelopt(), "Too many samples of the dump cannot be used", "a damaged file", "at most 1.00% of 24")
     assert not (cache / "manifest.json").exists()
+    check(modelopt("--strict"), "chat-5.pt cannot be used (a damaged file")
+    assert not (cache / "manifest.json").exists()
     outcome = modelopt("--max-bad-share", 0.3)
     assert outcome.code == 0, outcome.err
     shown = " ".join(outcome.out.split())
@@ -204,6 +207,8 @@ def test_layers_that_nobody_names_or_that_cannot_be_right_are_refused(
     command = ["import", tmp_path / "deepspec", tmp_path / "other", "--format", "deepspec", "--target", llama_folder]
     check(dflash(*command, "--layer-ids", "1,3,5"), "The dump says that it holds layers [0, 2, 4], not [1, 3, 5]")
     check(dflash(*command[:-2]), "No target is named: give --target")
+    check(dflash("import", tmp_path / "deepspec", tmp_path / "deepspec", *command[3:]), "in the dump itself")
+    check(dflash("import", tmp_path / "nowhere", *command[2:]), "There is no folder")
 
 
 def test_the_last_layer_that_speculators_adds_is_cached_only_if_it_is_asked_for(
@@ -238,6 +243,15 @@ def test_rows_without_states_are_counted_and_states_without_rows_or_of_other_tok
     check(dflash("import", dump, tmp_path / "other", *known), "ends with row 23", "--dataset")
     moved = dflash("import", states, tmp_path / "other", *known, "--dataset", tmp_path)
     check(moved, "There is no Arrow dataset in", "prepare_data.py")
+    for name, columns, expected in (
+        ("short", {"input_ids": [[1]]}, "lacks loss_mask"),
+        ("gaps", {"input_ids": [[1, None]] * 99, "loss_mask": [[0, 1]] * 99}, "with gaps where lists of numbers"),
+    ):
+        table = pa.table(columns)
+        (tmp_path / name).mkdir()
+        with pa.ipc.new_stream(str(tmp_path / name / "data-00000-of-00001.arrow"), table.schema) as stream:
+            stream.write_table(table)
+        check(dflash("import", states, tmp_path / "other", *known, "--dataset", tmp_path / name), expected)
 
 
 def test_a_records_padding_is_cut_off_and_eagle_records_are_read_too(

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from dflash_cache.cache.adopt.dump import Dump, Expected, SampleError, load_states
+from dflash_cache.cache.adopt.dump import Dump, Expected, SampleError, check_sample, load_states
 from dflash_cache.cache.adopt.scan import BadSamples
 from dflash_cache.cache.files import write_table
 from dflash_cache.cache.index import commit_fragment, completed_jobs
@@ -53,7 +54,7 @@ class CopyPlan:
         """The shard's number in its bucket."""
         return int(np.count_nonzero(self.jobs.bucket[:job] == self.jobs.bucket[job]))
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, int64."""
         lengths: np.ndarray = self.samples["length"].to_numpy().astype(np.int64)
@@ -122,15 +123,22 @@ def copy_job(cache_dir: Path, dump: Dump, plan: CopyPlan, job: int, bad: BadSamp
 
 
 def read_states(dump: Dump, plan: CopyPlan, members: list[int]) -> Iterator[Tensor | SampleError]:
-    """The states of each member in order, or why they cannot be used; READ_AHEAD_BYTES are read ahead at most."""
+    """The states of each member in order, or why they cannot be used.
+
+    READ_AHEAD_BYTES and one sample are read ahead at most.
+    """
     expected = expect(plan.manifest, dump)
     lengths = plan.lengths
-    sources = plan.samples["source"]
 
     def read(sample: int) -> Tensor | SampleError:
-        name = sources[sample].as_py()
+        name = plan.samples["source"][sample].as_py()
         try:
-            return load_states(name, dump.open_sample(name), expected, int(lengths[sample]))
+            dumped = dump.open_sample(name)
+            ids = check_sample(name, dumped, expected).input_ids[: lengths[sample]]
+            planned_ids, _ = sample_tokens(plan.samples, sample)
+            if not np.array_equal(ids, planned_ids) or dumped.dtype != TORCH_DTYPES[plan.manifest.dtype]:
+                raise SampleError(name, "a sample that has changed since the first look")
+            return load_states(name, dumped, expected, len(ids))
         except SampleError as error:
             return error
 

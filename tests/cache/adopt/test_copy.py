@@ -81,7 +81,14 @@ def make_plan(lengths: list[int]) -> CopyPlan:
         dtype="bfloat16", bucket_bounds=(64,), max_length=64, data_fingerprint="f", num_samples=len(lengths),
         order_seed=0,
     )  # fmt: skip
-    samples = pa.table({"source": [str(i) for i in range(len(lengths))], "length": lengths})
+    columns = {"source": [str(i) for i in range(len(lengths))], "length": lengths}
+    samples = pa.table(
+        columns
+        | {
+            "input_ids": pa.array([[1] * n for n in lengths], pa.list_(pa.int32())),
+            "loss_mask": [[True] * n for n in lengths],
+        }
+    )
     buckets = np.zeros(len(lengths), np.int16)
     return CopyPlan(manifest, samples, buckets, plan_shards(np.array(lengths), buckets, 16, 1 << 20))
 
@@ -100,6 +107,16 @@ def test_states_come_in_order_and_are_read_ahead_within_the_bound(monkeypatch) -
         else:
             assert states.shape == (lengths[i], 2, 4)
     assert dump.begun_bytes == sum(lengths) * 16
+
+
+def test_a_sample_that_changes_between_the_two_looks_is_refused() -> None:
+    dump, plan = MemoryDump([4, 9, 6]), make_plan([4, 9, 6])
+    dump.lengths[1] = 8
+    one, two, three = read_states(dump, plan, [0, 1, 2])
+    assert isinstance(one, torch.Tensor)
+    assert isinstance(three, torch.Tensor)
+    assert isinstance(two, SampleError)
+    assert two.reason == "a sample that has changed since the first look"
 
 
 def test_trailing_padding_is_cut_but_not_a_zero_inside_or_under_the_mask(tmp_path: Path) -> None:
