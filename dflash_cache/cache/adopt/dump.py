@@ -126,7 +126,7 @@ def load_states(name: str, sample: DumpedSample, expected: Expected, length: int
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sorts names such that numbers in them count as numbers: data_2 before data_10."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
 
 
 def _check_shape(name: str, sample: DumpedSample, expected: Expected, length: int) -> None:
