@@ -24,6 +24,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 from dflash_cache.cache.files import write_atomically, write_table
 from dflash_cache.config.settings import RespondSettings
 from dflash_cache.errors import CacheError
+from dflash_cache.target.kv_cache import make_cache
 from dflash_cache.target.load import Target, cache_argument, stop_tokens
 
 Progress = Callable[[int, int, int], None]
@@ -134,7 +135,7 @@ class _Rows:
         return cls(
             ids_ST=torch.from_numpy(ids).to(target.device),
             mask_ST=torch.from_numpy(mask).to(target.device),
-            cache=DynamicCache(config=target.model.config),
+            cache=make_cache(target.model.config),
             places=list(range(len(prompts))),
         )
 
