@@ -3,14 +3,17 @@
 from contextlib import ExitStack
 from itertools import count, takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
-from dflash_cache.train.metrics import Record, Sink
 from dflash_cli.console import console, show_seconds
 from dflash_cli.options import ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from dflash_cache.train.metrics import Record, Sink
 
 
 def register(app: typer.Typer) -> None:
@@ -62,7 +65,7 @@ class TrainConsole:
         self._waited = 0.0
         self._first_step: int | None = None
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: "Record") -> None:
         """Show a record if it is due."""
         if record["kind"] == "validation":
             console.print(
@@ -92,7 +95,7 @@ class TrainConsole:
         )
 
 
-def _show_mix(batch: Record) -> str:
+def _show_mix(batch: "Record") -> str:
     """`mix 25/50/25 %, run 2, 95 % real`: micro-batches by bucket, the longest run of one, padding efficiency."""
     names = (f"bucket_{bucket}_pct" for bucket in count())
     shares = [batch[name] / 100 for name in takewhile(batch.__contains__, names)]
