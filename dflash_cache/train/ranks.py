@@ -96,7 +96,8 @@ def join_ranks(device_name: str) -> Iterator[Ranks]:
     device = resolve_device(device_name)
     if device.type == "cuda" and device_name in ("auto", "cuda"):
         device = resolve_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-        torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where gathered objects travel
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:
