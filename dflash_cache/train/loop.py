@@ -7,6 +7,7 @@ wherever they were computed. Every rank makes every move; the first one writes.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,16 +97,16 @@ def steps(run: TrainingRun) -> Iterator[StepInput]:
         mix = EpochMix(plan.bucket[order.order], int(order.bounds[begin]), run.num_buckets)
         fill_M = buffer_fill(order.order, run.config.train.min_buffer)
         places = (place for places in order.steps(begin, ranks.rank) for place in places[places >= 0].tolist())
-        stream = micro_batch_stream(run, plan, places, epoch)
-        for step in range(begin, num_steps):
-            if run.step >= run.num_steps:
-                return
-            started, ready = time.perf_counter(), stream.num_ready
-            slots = [slot for slot in order.slots(step, ranks.rank).tolist() if slot >= 0]
-            micro_batches = [next(stream) for _ in slots]
-            fill = float(fill_M[order.bounds[step] : order.bounds[step + 1]].mean())
-            wait_seconds = time.perf_counter() - started
-            yield StepInput(epoch, len(order.step(step)), slots, micro_batches, mix, fill, wait_seconds, ready)
+        with closing(micro_batch_stream(run, plan, places, epoch)) as stream:
+            for step in range(begin, num_steps):
+                if run.step >= run.num_steps:
+                    return
+                started, ready = time.perf_counter(), stream.num_ready
+                slots = [slot for slot in order.slots(step, ranks.rank).tolist() if slot >= 0]
+                micro_batches = [next(stream) for _ in slots]
+                fill = float(fill_M[order.bounds[step] : order.bounds[step + 1]].mean())
+                wait_seconds = time.perf_counter() - started
+                yield StepInput(epoch, len(order.step(step)), slots, micro_batches, mix, fill, wait_seconds, ready)
 
 
 def micro_batch_stream(

@@ -1,6 +1,7 @@
 """Runs on one, two and four ranks: the same curves; killed or stopped anywhere, and resumed: the same bits."""
 
 import signal
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -116,6 +117,11 @@ def test_a_run_resumed_with_other_steps_is_refused(configure) -> None:
     ((code, text),) = run_ranks([two])
     assert code == REFUSED
     assert "train.accumulation × ranks: was 4, is 2" in text
+
+
+def test_a_run_that_ends_inside_an_epoch_reads_nothing_more(configure) -> None:
+    assert train(configure("run", max_steps=1), [])
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
 def test_a_single_process_joins_nobody_and_sums_are_what_they_were(monkeypatch) -> None:
