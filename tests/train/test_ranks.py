@@ -1,5 +1,6 @@
 """Runs on one, two and four ranks: the same curves; killed or stopped anywhere, and resumed: the same bits."""
 
+import shutil
 import signal
 import threading
 from itertools import pairwise
@@ -28,6 +29,7 @@ from dflash_cache.drafter.anchors import draw_anchors
 from dflash_cache.errors import RunError
 from dflash_cache.train.loop import train
 from dflash_cache.train.ranks import Ranks, _split_bytes, join_ranks
+from dflash_cache.train.setup import split_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -155,3 +157,22 @@ def test_a_run_whose_permutations_come_out_differently_is_refused(configure, mon
     monkeypatch.setattr(plan, "_generator", lambda *key: np.random.Generator(np.random.Philox(key)))  # another numpy
     with pytest.raises(RunError, match=r"has another order .* \(order of the first epoch: was \w{16}, is \w{16}\): go"):
         train(config, [])
+
+
+def test_a_rank_that_finds_a_damaged_sample_says_so_and_ends_all(configure, tmp_path) -> None:
+    config = configure("run", accumulation=2)
+    cache = tmp_path / "damaged"
+    shutil.copytree(config.cache_dir, cache)
+    with CacheReader(cache) as reader:
+        index = reader.index
+    trained, _ = split_rows(index.sample, config.train.validation_share, config.train.seed)
+    broken = trained[index.row[trained] == 0][0]  # its states are the first in its shard
+    shard = cache / index.shard_names[index.shard[broken]]
+    data = bytearray(shard.read_bytes())
+    data[5000] ^= 1
+    shard.write_bytes(data)
+    outcomes = run_ranks([config.model_copy(update={"cache_dir": str(cache)})] * 2)
+    assert [code for code, _ in outcomes] == [REFUSED, REFUSED]
+    lost, damage = sorted((text for _, text in outcomes), key=lambda text: text.startswith("Sample"))
+    assert damage.startswith(f"Sample {broken} cannot be read from shard ")
+    assert "has lost another rank" in lost
