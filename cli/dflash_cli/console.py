@@ -75,6 +75,17 @@ def show_bytes(count: float) -> str:
     return ""
 
 
+def show_count(count: float) -> str:
+    """`1.5 M`, or the number itself below ten thousand."""
+    if count < 10_000:
+        return f"{count:,.0f}"
+    for unit in ("k", "M", "G"):
+        count /= 1000
+        if count < 1000 or unit == "G":
+            break
+    return f"{count:.1f} {unit}"
+
+
 def show_seconds(seconds: float) -> str:
     """`1:02:03` or `2:03`."""
     minutes, rest = divmod(round(seconds), 60)

@@ -1,19 +1,28 @@
-"""`dflash inspect-buckets`: what a cache holds, and how its lengths will be mixed in training."""
+"""`dflash inspect-buckets`: what a cache holds, and how its lengths will be mixed in training.
+
+Everything comes from the index alone, and torch is not imported: a million samples (86,549 micro-batches) took 1.4 s
+on one core, start of the program included, and 2.6 s with bounds compared and a picture drawn.
+"""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from rich.table import Table
 
 from dflash_cache.config.settings import TrainSettings
-from dflash_cli.console import console, show_bytes
+from dflash_cache.data.mixing import MixFigures
+from dflash_cli.console import console, show_bytes, show_count
 from dflash_cli.options import AsJson
 
+if TYPE_CHECKING:
+    from dflash_cache.data.plan import EpochPlan, Order
+
 DEFAULTS = TrainSettings()
-BAR = 24
+BAR = 16
 
 
 def register(app: typer.Typer) -> None:
@@ -30,9 +39,16 @@ def register(app: typer.Typer) -> None:
         world_size: Annotated[int, typer.Option(min=1, help="Ranks that share a step.")] = 1,
         min_buffer: Annotated[int, typer.Option(min=0, help="Micro-batches to pull from.")] = DEFAULTS.min_buffer,
         seed: Annotated[int, typer.Option(min=0, help="Seed of the order.")] = DEFAULTS.seed,
+        plot: Annotated[Path | None, typer.Option(help="Also draw it, into a .png or .html file.")] = None,
+        suggest: Annotated[bool, typer.Option("--suggest", help="Find the bounds with the least padding.")] = False,
+        buckets: Annotated[int | None, typer.Option(min=1, help="How many of them, instead of as many as now.")] = None,
         as_json: AsJson = False,
     ) -> None:
         """Show each bucket, and how well the planned order mixes them in every optimizer step."""
+        from dflash_cli.bucket_pictures import check_plot, draw_report
+
+        if plot is not None:
+            check_plot(plot)
         settings = DEFAULTS.model_copy(
             update={
                 "token_budget": token_budget,
@@ -42,24 +58,47 @@ def register(app: typer.Typer) -> None:
                 "seed": seed,
             }
         )
-        report = inspect_cache(cache, settings, world_size)
+        inspection = inspect_cache(cache, settings, world_size)
+        report = inspection.report
+        if suggest or buckets is not None:
+            report["bounds"] = compare_bounds(inspection, settings, buckets)
+        if plot is not None:
+            draw_report(plot, report, inspection.lengths_N, inspection.mix)
         if as_json:
             typer.echo(json.dumps(report))
         else:
             show(report)
 
 
-def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Inspection:
+    """`report`: all figures, as plain values; the samples' lengths and each order's figures, to be drawn."""
+
+    report: dict[str, Any]
+    lengths_N: np.ndarray
+    mix: dict[str, MixFigures]
+
+
+def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> Inspection:
     """The figures of a cache, from its index alone (no hidden state is read)."""
     from dflash_cache.cache.index import open_index, split_columns
     from dflash_cache.cache.layout import read_manifest
-    from dflash_cache.cache.shards import TORCH_DTYPES
     from dflash_cache.data.plan import BatchLimits, plan_epoch, step_bounds
 
     manifest = read_manifest(cache)
     index = split_columns(open_index(cache))
-    limits = BatchLimits(settings.token_budget, settings.max_samples, "interleaved")
-    plan = plan_epoch(index.length, index.bucket, limits, settings.seed, 0)
+    orders: tuple[Order, ...] = ("sequential", "shuffled", "interleaved")
+    plans = {
+        order: plan_epoch(
+            index.length,
+            index.bucket,
+            BatchLimits(settings.token_budget, settings.max_samples, order),
+            settings.seed,
+            0,
+        )
+        for order in orders
+    }
+    plan = plans["interleaved"]
     K = len(manifest.bucket_bounds)
     per_bucket = [
         np.bincount(keys, weights, minlength=K)
@@ -74,7 +113,7 @@ def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> 
     ]
     samples, tokens, loss_tokens, batches, real, padded = (np.asarray(column) for column in per_bucket)
     shards = [len(np.unique(index.shard[index.bucket == bucket])) for bucket in range(K)]
-    state_bytes = len(manifest.layer_ids) * manifest.hidden_size * TORCH_DTYPES[manifest.dtype].itemsize
+    state_bytes = len(manifest.layer_ids) * manifest.hidden_size * (4 if manifest.dtype == "float32" else 2)
     lower = [0, *manifest.bucket_bounds[:-1]]
     buckets = [
         {
@@ -95,7 +134,14 @@ def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> 
     ]
     bounds = step_bounds(plan.num_micro_batches, settings.accumulation * world_size)
     efficiency = float(plan.tokens.sum() / max(1, plan.padded_tokens.sum()))
-    return {
+    without_buffer = settings.model_copy(update={"min_buffer": 0})
+    mix = {
+        "sequential": _mix(plans["sequential"], settings, world_size),
+        "shuffled": _mix(plans["shuffled"], settings, world_size),
+        "interleaved, buffer 0": _mix(plan, without_buffer, world_size),
+        "interleaved": _mix(plan, settings, world_size),
+    }
+    report = {
         "cache": str(cache),
         "target": manifest.target_model,
         "layer_ids": list(manifest.layer_ids),
@@ -104,38 +150,58 @@ def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> 
         "cached_samples": int(samples.sum()),
         "bytes": sum(bucket["bytes"] for bucket in buckets),
         "buckets": buckets,
-        "mix": {
-            order: _mix(index.length, index.bucket, settings, world_size, order).to_dict()
-            for order in ("sequential", "shuffled", "interleaved")
-        },
+        "mix": {order: figures.to_dict() for order, figures in mix.items()},
         "step_size": settings.accumulation * world_size,
         "num_steps": len(bounds) - 1,
         "padding_efficiency": efficiency,
     }
+    return Inspection(report, index.length, mix)
 
 
-def _mix(lengths: np.ndarray, buckets: np.ndarray, settings: TrainSettings, world_size: int, order: Any) -> Any:
+def compare_bounds(inspection: Inspection, settings: TrainSettings, num_buckets: int | None) -> dict[str, Any]:
+    """Padding under the cache's bounds and under the best ones: of `num_buckets`, or as many as there are.
+
+    bucket_efficiency: tokens over padded tokens if every sample is padded to the longest of its bucket, which the best
+    bounds make as high as it can be; padding_efficiency: of the micro-batches that training would cut.
+    """
+    from dflash_cache.data.buckets import assign_buckets, best_bounds, wasted_tokens
+    from dflash_cache.data.plan import BatchLimits, plan_epoch
+
+    lengths_N = inspection.lengths_N
+    present = tuple(bucket["longest"] for bucket in inspection.report["buckets"])
+    best = best_bounds(lengths_N, num_buckets or len(present), present[-1])
+    limits = BatchLimits(settings.token_budget, settings.max_samples)
+    num_tokens = int(lengths_N.sum(dtype=np.int64))
+    compared = {}
+    for name, bounds in (("present", present), ("best", best)):
+        plan = plan_epoch(lengths_N, assign_buckets(lengths_N, bounds), limits, settings.seed, 0)
+        compared[name] = {
+            "bounds": list(bounds),
+            "bucket_efficiency": num_tokens / (num_tokens + wasted_tokens(lengths_N, bounds)),
+            "padding_efficiency": num_tokens / int(plan.padded_tokens.sum()),
+            "micro_batches": plan.num_micro_batches,
+        }
+    return compared
+
+
+def _mix(plan: "EpochPlan", settings: TrainSettings, world_size: int) -> MixFigures:
     from dflash_cache.data.mixing import measure_mix
-    from dflash_cache.data.plan import BatchLimits, plan_epoch, step_bounds
-    from dflash_cache.train.sampler import pull_order
+    from dflash_cache.train.sampler import EpochOrder
 
-    limits = BatchLimits(settings.token_budget, settings.max_samples, order)
-    plan = plan_epoch(lengths, buckets, limits, settings.seed, 0)
-    bounds = step_bounds(plan.num_micro_batches, settings.accumulation * world_size)
-    pulled = pull_order(plan.bucket, bounds, settings.min_buffer, (settings.seed, 0))
+    order = EpochOrder.from_plan(plan, settings, 0, world_size)
     efficiency = float(plan.tokens.sum() / max(1, plan.padded_tokens.sum()))
-    return measure_mix(plan.bucket[pulled], bounds, int(buckets.max()) + 1, efficiency)
+    return measure_mix(plan.bucket[order.order], order.bounds, int(plan.bucket.max()) + 1, efficiency)
 
 
 def show(report: dict[str, Any]) -> None:
-    """Two tables: the buckets with bars, the orders with their figures."""
+    """Tables: the buckets with bars, the orders with their figures, and the bounds if they were compared."""
     console.print(
         f"{report['cache']}: {report['cached_samples']:,} of {report['num_samples']:,} samples of {report['target']}, "
         f"layers {report['layer_ids']}, {report['dtype']}, {show_bytes(report['bytes'])}",
         soft_wrap=True,
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("lengths", "samples", "share", "", "tokens", "shards", "bytes", "padding", "batches", "of all"):
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("lengths", "samples", "share", "", "tokens", "shards", "bytes", "real", "batches", "of all"):
         table.add_column(name, justify="left" if not name else "right")
     for bucket in report["buckets"]:
         table.add_row(
@@ -143,7 +209,7 @@ def show(report: dict[str, Any]) -> None:
             f"{bucket['samples']:,}",
             f"{bucket['share']:.1%}",
             "█" * round(BAR * bucket["share"]),
-            f"{bucket['tokens']:,}",
+            show_count(bucket["tokens"]),
             str(bucket["shards"]),
             show_bytes(bucket["bytes"]),
             f"{bucket['padding_efficiency']:.1%}",
@@ -153,10 +219,13 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"\nAn epoch has {report['num_steps']:,} steps of {report['step_size']} micro-batches; "
-        f"{report['padding_efficiency']:.1%} of the padded tokens are real. How each order mixes them:"
+        f"{report['padding_efficiency']:.1%} of the padded tokens are real.\n"
+        "How each order mixes them (micro-batches off a share at worst; longest run; steps that miss a bucket, or are\n"
+        "all of one):",
+        soft_wrap=True,
     )
     orders = Table(box=None, pad_edge=False)
-    for name in ("order", "KL mean", "KL max", "off share", "longest run", "steps missing a bucket", "of one bucket"):
+    for name in ("order", "KL mean", "KL max", "off share", "run", "miss one", "all one"):
         orders.add_column(name, justify="left" if name == "order" else "right")
     for order, mix in report["mix"].items():
         orders.add_row(
@@ -169,3 +238,23 @@ def show(report: dict[str, Any]) -> None:
             f"{mix['single_share']:.1%}",
         )
     console.print(orders)
+    if "bounds" in report:
+        _show_bounds(report["bounds"])
+
+
+def _show_bounds(compared: dict[str, Any]) -> None:
+    console.print("\nReal among padded tokens, if each bucket were one batch, and as micro-batches are cut:")
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "bounds", "bucket", "cut", "batches"):
+        table.add_column(name, justify="left" if name in ("bounds", "") else "right")
+    for name, figures in compared.items():
+        table.add_row(
+            name,
+            " ".join(map(str, figures["bounds"])),
+            f"{figures['bucket_efficiency']:.1%}",
+            f"{figures['padding_efficiency']:.1%}",
+            f"{figures['micro_batches']:,}",
+        )
+    console.print(table)
+    bounds = ",".join(map(str, compared["best"]["bounds"]))
+    console.print(f"The best, for the next cache: --set data.bucket_bounds=[{bounds}]", soft_wrap=True, markup=False)

@@ -1,15 +1,19 @@
 """`dflash train`: the drafter, from the cache alone."""
 
 from contextlib import ExitStack
+from itertools import count, takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
-from dflash_cache.train.metrics import Record, Sink
 from dflash_cli.console import console, show_seconds
 from dflash_cli.options import ConfigFile, Overrides
+
+if TYPE_CHECKING:
+    from dflash_cache.train.metrics import Record, Sink
 
 
 def register(app: typer.Typer) -> None:
@@ -22,27 +26,36 @@ def register(app: typer.Typer) -> None:
 
 
 def train_drafter(config: Config) -> "TrainConsole":
-    """Train to the end, or until a signal stops it."""
+    """Train to the end, or until a signal stops it; under torchrun together with the other ranks.
+
+    All ranks take the first one's configuration: what `auto` became is measured, and might differ.
+    """
     from dflash_cache.train.checkpoint import latest_path
     from dflash_cache.train.loop import train
     from dflash_cache.train.metrics import JsonLines, Wandb
+    from dflash_cache.train.ranks import join_ranks
 
-    run_dir = Path(config.run_dir)
     shown = TrainConsole(config.train.log_every)
-    with ExitStack() as stack:
-        sinks: list[Sink] = [shown, stack.enter_context(JsonLines(run_dir / "log.jsonl"))]
-        if config.wandb.mode != "disabled":
-            sinks.append(stack.enter_context(Wandb(config)))
-        complete = train(config, sinks)
-    if complete:
-        console.print(f"Training is complete: {latest_path(run_dir)}")
-    else:
-        console.print(f"Stopped with a checkpoint ({latest_path(run_dir)}); the same command goes on from there.")
+    with join_ranks(config.train.device) as ranks, ExitStack() as stack:
+        config = ranks.gather(config)[0]
+        run_dir = Path(config.run_dir)
+        sinks: list[Sink] = []
+        if ranks.is_first:
+            sinks = [shown, stack.enter_context(JsonLines(run_dir / "log.jsonl"))]
+            if config.wandb.mode != "disabled":
+                sinks.append(stack.enter_context(Wandb(config)))
+        complete = train(config, sinks, ranks)
+    if ranks.is_first:
+        saved = latest_path(run_dir)
+        if complete:
+            console.print(f"Training is complete: {saved}")
+        else:
+            console.print(f"Stopped with a checkpoint ({saved}); the same command goes on from there.")
     return shown
 
 
 class TrainConsole:
-    """A line every few steps: loss, accuracy by slot, acceptance, rates, time left."""
+    """A line every few steps: loss, accuracy by slot, acceptance, the step's mix, rates, time left."""
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
@@ -52,7 +65,7 @@ class TrainConsole:
         self._waited = 0.0
         self._first_step: int | None = None
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: "Record") -> None:
         """Show a record if it is due."""
         if record["kind"] == "validation":
             console.print(
@@ -75,10 +88,18 @@ class TrainConsole:
         console.print(
             f"step {step}/{num_steps}  loss {record['loss']:.3f}  accuracy {_percentages(record['position_accuracy'])}"
             f"  acceptance ~{record['acceptance_estimate']:.2f}  lr {record['learning_rate']:.1e}"
-            f"  norm {record['gradient_norm']:.2f}  {self.tokens / self.seconds:,.0f} tokens/s"
+            f"  norm {record['gradient_norm']:.2f}  {_show_mix(record['batch'])}"
+            f"  {self.tokens / self.seconds:,.0f} tokens/s"
             f"  wait {100 * self._waited / self.seconds:.0f} %  {show_seconds(left)} left",
             soft_wrap=True,
         )
+
+
+def _show_mix(batch: "Record") -> str:
+    """`mix 25/50/25 %, run 2, 95 % real`: micro-batches by bucket, the longest run of one, padding efficiency."""
+    names = (f"bucket_{bucket}_pct" for bucket in count())
+    shares = [batch[name] / 100 for name in takewhile(batch.__contains__, names)]
+    return f"mix {_percentages(shares)}, run {batch['longest_run']}, {100 * batch['padding_efficiency']:.0f} % real"
 
 
 def _percentages(shares: list[float]) -> str:

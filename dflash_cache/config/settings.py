@@ -133,7 +133,7 @@ class TrainSettings(Settings):
     max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps even inside an epoch")
     token_budget: PositiveInt = Field(8192, description="padded tokens of one micro-batch")
     max_samples: PositiveInt = Field(64, description="samples of one micro-batch at most")
-    accumulation: PositiveInt = Field(4, description="micro-batches of one optimizer step")
+    accumulation: PositiveInt = Field(4, description="micro-batches of one optimizer step on each rank")
     min_buffer: NonNegativeInt = Field(
         10,
         description="ready micro-batches from which the next one is pulled at random",
@@ -160,8 +160,8 @@ class TrainSettings(Settings):
         description="autocast dtype of the drafter's matrix products; master weights are float32; auto: the faster",
     )
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1, …")
-    reader_threads: PositiveInt = 2
-    read_ahead_bytes: PositiveInt = Field(1 << 30, description="micro-batches read ahead of the step, at most")
+    reader_threads: PositiveInt = Field(2, description="threads that read ahead, on each rank")
+    read_ahead_bytes: PositiveInt = Field(1 << 30, description="of micro-batches read ahead at most, on each rank")
     verify_checksums: bool = True
     log_every: PositiveInt = Field(10, description="steps between two console lines; every step is in the JSONL file")
     validate_every: PositiveInt = Field(100, description="steps between two validations")

@@ -62,16 +62,13 @@ def measure_mix(bucket_M: np.ndarray, bounds: np.ndarray, num_buckets: int, effi
     size_n = counts_nK.sum(1)
     share_K = np.bincount(bucket_M, minlength=num_buckets) / max(1, len(bucket_M))
     expected_nK = size_n[:, None] * share_K
-    # 0 · log 0 = 0; a bucket that a step holds has a share, so no ratio is infinite
-    ratio_nK = np.divide(counts_nK, expected_nK, out=np.ones(counts_nK.shape), where=counts_nK > 0)
-    kl_n = (counts_nK * np.log(ratio_nK)).sum(1) / np.maximum(1, size_n)
     missing_n = ((counts_nK == 0) & (expected_nK >= 1)).any(1)
     single_n = counts_nK.max(1, initial=0) == size_n
     bucket_R, length_R = find_runs(bucket_M)
     return MixFigures(
         counts_nK=counts_nK,
         share_K=share_K,
-        kl_n=kl_n,
+        kl_n=mix_distance(counts_nK, share_K),
         deviation_nK=counts_nK - expected_nK,
         longest_run_K=_longest(bucket_R, length_R, num_buckets),
         runs_R=np.bincount(length_R),
@@ -79,6 +76,16 @@ def measure_mix(bucket_M: np.ndarray, bounds: np.ndarray, num_buckets: int, effi
         single_share=_mean(single_n[size_n > 1]),
         efficiency=efficiency,
     )
+
+
+def mix_distance(counts_nK: np.ndarray, share_K: np.ndarray) -> np.ndarray:
+    """Kullback-Leibler divergence (n,) of each step's shares from the epoch's, in nats; every bucket held has one."""
+    size_n = counts_nK.sum(1)
+    expected_nK = size_n[:, None] * share_K
+    # 0 · log 0 = 0
+    ratio_nK = np.divide(counts_nK, expected_nK, out=np.ones(counts_nK.shape), where=counts_nK > 0)
+    distance_n: np.ndarray = (counts_nK * np.log(ratio_nK)).sum(1) / np.maximum(1, size_n)
+    return distance_n
 
 
 def count_buckets(bucket_M: np.ndarray, bounds: np.ndarray, num_buckets: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from dflash_cache.drafter.shape import DrafterShape
 from dflash_cache.errors import RunError
 
 BEST = "best.json"
+ORDER = "order of the first epoch"  # the identity's key for what no setting but the program itself decides
 
 
 @dataclass(frozen=True)
@@ -107,16 +108,27 @@ def mark_best(run_dir: Path, path: Path, step: int, acceptance_estimate: float) 
 def check_identity(checkpoint: Checkpoint, now: dict[str, Any], run_dir: Path) -> None:
     """Raise RunError, showing the differences, if the run's folder belongs to something else."""
     was = checkpoint.identity
-    different = [
-        f"{key}: was {was.get(key)}, is {now.get(key)}"
+    different = differences(was, now)
+    if not different:
+        return
+    if different == differences({ORDER: was.get(ORDER)}, {ORDER: now.get(ORDER)}):
+        raise RunError(
+            f"The run in {run_dir} has another order of its samples, though its settings are the same ({different}): "
+            "go on with the versions of numpy and dflash-cache that it was begun with, or in another run_dir."
+        )
+    raise RunError(
+        f"The run in {run_dir} was made with other settings ({different}): set run_dir to another folder, or take the "
+        "settings back."
+    )
+
+
+def differences(was: dict[str, Any], now: dict[str, Any], before: str = "was", after: str = "is") -> str:
+    """ "key: was 1, is 2; …" for every key whose values differ; empty if none does."""
+    return "; ".join(
+        f"{key}: {before} {was.get(key)}, {after} {now.get(key)}"
         for key in sorted(was.keys() | now.keys())
         if was.get(key) != now.get(key)
-    ]
-    if different:
-        raise RunError(
-            f"The run in {run_dir} was made with other settings ({'; '.join(different)}): set run_dir to another "
-            "folder, or take the settings back."
-        )
+    )
 
 
 def _read_best(run_dir: Path) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """The training loop: steps of several micro-batches of mixed lengths, logged, validated, saved.
 
-A step sums the weighted loss over its micro-batches, divides the gradients by the step's summed weights, clips, and
-moves. So a step over N micro-batches has the gradient of one large batch, whatever their lengths.
+A step sums the weighted loss over its micro-batches on all ranks, divides the gradients by the step's summed weights,
+clips, and moves. So a step over N micro-batches has the gradient of one large batch, whatever their lengths and
+wherever they were computed. Every rank makes every move; the first one writes.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dflash_cache.config.settings import Config, ObjectiveSettings
@@ -22,56 +24,66 @@ from dflash_cache.drafter.objective import weigh_slots
 from dflash_cache.errors import RunError
 from dflash_cache.train.checkpoint import best_score, mark_best, save_checkpoint
 from dflash_cache.train.metrics import Record, Sink, StepSums
-from dflash_cache.train.sampler import pull_order
+from dflash_cache.train.mix import EpochMix, tabulate_step
+from dflash_cache.train.ranks import Ranks
+from dflash_cache.train.sampler import EpochOrder, buffer_fill
 from dflash_cache.train.schedules import learning_rate
-from dflash_cache.train.setup import (
-    VALIDATION_EPOCH,
-    TrainingRun,
-    epoch_bounds,
-    open_run,
-    plan_training_epoch,
-    write_plan,
-)
+from dflash_cache.train.setup import VALIDATION_EPOCH, TrainingRun, open_run, plan_training_epoch, write_plan
 from dflash_cache.train.signals import StopRequest
-from dflash_cache.train.stream import BlockDraw, MicroBatch, load_micro_batch, read_ahead
+from dflash_cache.train.stream import BlockDraw, MicroBatch, ReadAhead, load_micro_batch
 
 MAX_SKIPPED = 10  # steps in a row with a non-finite gradient before the run stops
 
 
-def train(config: Config, sinks: Sequence[Sink]) -> bool:
-    """Train until the last step, or until a signal asks to stop; True if the run is complete.
+@dataclass(frozen=True)
+class StepInput:
+    """A rank's part of one step of `size` micro-batches: those at `slots` of it, ascending.
 
-    Every record goes to every sink. What was trained is in the run's folder (`checkpoints/`).
+    buffer_fill: list entries that the step's micro-batches were pulled from, on average; wait_seconds: for the data;
+    ready: micro-batches that were loaded when the step began. The last two are this rank's.
     """
-    with open_run(config) as run, StopRequest() as stop:
+
+    epoch: int
+    size: int
+    slots: list[int]
+    micro_batches: list[MicroBatch]
+    mix: EpochMix
+    buffer_fill: float
+    wait_seconds: float
+    ready: int
+
+
+def train(config: Config, sinks: Sequence[Sink], ranks: Ranks | None = None) -> bool:
+    """Train until the last step, or until a signal asks any rank to stop; True if the run is complete.
+
+    Every record goes to every sink (of each rank its own). What was trained is in the run's folder (`checkpoints/`).
+    """
+    with open_run(config, ranks) as run, StopRequest() as stop:
         skipped = 0
-        for epoch, micro_batches, waited in steps(run):
-            record = take_step(run, micro_batches)
+        for part in steps(run):
+            record = take_step(run, part)
             skipped = skipped + 1 if record["skipped"] else 0
             run.step += 1
-            record |= {"kind": "train", "step": run.step, "num_steps": run.num_steps, "epoch": epoch, "wait": waited}
-            _show(record, sinks)
+            _show({"kind": "train", "step": run.step, "num_steps": run.num_steps} | record, sinks)
             if skipped == MAX_SKIPPED:
-                names = [sample for micro_batch in micro_batches for sample in micro_batch.batch.sample.tolist()]
-                raise RunError(
-                    f"The gradient was not finite for {MAX_SKIPPED} steps, up to step {run.step} with samples "
-                    f"{names[:8]} …: lower train.learning_rate, or look at these samples."
-                )
+                raise _divergence(run, part)
             done = run.step == run.num_steps
             score = None
             if len(run.validation_rows) and (run.step % config.train.validate_every == 0 or done):
                 validation = validate(run)
                 _show(validation, sinks)
                 score = validation["acceptance_estimate"]
-            _save_if_due(run, score, done or stop.requested)
-            if stop.requested:
+            stopped = run.ranks.any(stop.requested)
+            if run.ranks.is_first:
+                _save_if_due(run, score, done or stopped)
+            if stopped:
                 return done
         return True
 
 
-def steps(run: TrainingRun) -> Iterator[tuple[int, list[MicroBatch], float]]:
-    """From the run's step on: the epoch, the step's micro-batches, and the seconds it waited for them."""
-    settings = run.config.train
+def steps(run: TrainingRun) -> Iterator[StepInput]:
+    """This rank's part of every step from the run's on."""
+    ranks = run.ranks
     first = 0
     for epoch, num_steps in enumerate(run.epoch_steps):
         begin = run.step - first
@@ -79,46 +91,61 @@ def steps(run: TrainingRun) -> Iterator[tuple[int, list[MicroBatch], float]]:
         if begin >= num_steps:
             continue
         plan = run.plan(epoch)
-        write_plan(run.config, plan, epoch)
-        bounds = epoch_bounds(run.config, plan)
-        order = pull_order(plan.bucket, bounds, settings.min_buffer, (settings.seed, epoch))
-        stream = micro_batch_stream(run, plan, order[bounds[begin] :], epoch)
-        for begin_place, end_place in zip(bounds[begin:-1], bounds[begin + 1 :], strict=True):
-            if run.step >= run.num_steps:
-                return
-            started = time.perf_counter()
-            micro_batches = [next(stream) for _ in range(end_place - begin_place)]
-            yield epoch, micro_batches, time.perf_counter() - started
+        if ranks.is_first:
+            write_plan(run.config, plan, epoch)
+        order = EpochOrder.from_plan(plan, run.config.train, epoch, ranks.world_size)
+        mix = EpochMix(plan.bucket[order.order], int(order.bounds[begin]), run.num_buckets)
+        fill_M = buffer_fill(order.order, run.config.train.min_buffer)
+        places = (place for places in order.steps(begin, ranks.rank) for place in places[places >= 0].tolist())
+        with closing(micro_batch_stream(run, plan, places, epoch)) as stream:
+            for step in range(begin, num_steps):
+                if run.step >= run.num_steps:
+                    return
+                started, ready = time.perf_counter(), stream.num_ready
+                slots = [slot for slot in order.slots(step, ranks.rank).tolist() if slot >= 0]
+                micro_batches = [next(stream) for _ in slots]
+                fill = float(fill_M[order.bounds[step] : order.bounds[step + 1]].mean())
+                wait_seconds = time.perf_counter() - started
+                yield StepInput(epoch, len(order.step(step)), slots, micro_batches, mix, fill, wait_seconds, ready)
 
 
-def micro_batch_stream(run: TrainingRun, plan: EpochPlan, order: np.ndarray, epoch: int) -> Iterator[MicroBatch]:
+def micro_batch_stream(
+    run: TrainingRun, plan: EpochPlan, places: Iterable[int], epoch: int
+) -> ReadAhead[int, MicroBatch]:
     """The micro-batches at these places of the list, read ahead in this order."""
     settings = run.config.train
     shape = run.drafter.shape
     manifest = run.reader.manifest
     draw = BlockDraw(shape.block_size, settings.anchors_per_sample, settings.seed, epoch)
     token_bytes = len(manifest.layer_ids) * manifest.hidden_size * (4 if manifest.dtype == "float32" else 2)
-    items = ((place, int(plan.padded_tokens[place]) * token_bytes) for place in order.tolist())
+    items = ((place, int(plan.padded_tokens[place]) * token_bytes) for place in places)
 
     def load(place: int) -> MicroBatch:
         return load_micro_batch(run.reader, plan.rows_of(place), int(plan.bucket[place]), draw)
 
-    return read_ahead(items, load, settings.reader_threads, settings.read_ahead_bytes)
+    return ReadAhead(items, load, settings.reader_threads, settings.read_ahead_bytes)
 
 
-def take_step(run: TrainingRun, micro_batches: list[MicroBatch]) -> Record:
-    """One optimizer step; a non-finite gradient leaves the weights as they are and is reported as skipped."""
+def take_step(run: TrainingRun, part: StepInput) -> Record:
+    """One optimizer step; a non-finite gradient leaves the weights as they are and is reported as skipped.
+
+    The record is of the whole step, but for `seconds`, `wait` and `batch.ready`, which are this rank's.
+    """
     started = time.perf_counter()
     config = run.config
-    sums = StepSums(run.drafter.shape.block_size, run.device)
+    sums = StepSums(run.drafter.shape.block_size, run.num_buckets, run.device)
     rate = learning_rate(run.step, run.num_steps, config.train)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
-    for micro_batch in micro_batches:
+    for micro_batch in part.micro_batches:
         loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), config.objective)
         loss.loss_sum.backward()  # type: ignore[no-untyped-call]
-        sums.add(loss)
+        sums.add(loss, micro_batch.bucket)
+    table = tabulate_step(part.size, zip(part.slots, part.micro_batches, strict=True))
+    table_G = torch.from_numpy(table).to(run.device)
+    run.ranks.sum([sums.by_bucket, table_G])
+    run.ranks.sum_gradients(run.drafter.parameters())
     norm = finish_gradients(run.drafter, sums.weight_sum, config.train.clip_norm)
     finite = bool(torch.isfinite(norm))  # synchronises the device
     for optimizer in run.optimizers:
@@ -126,18 +153,20 @@ def take_step(run: TrainingRun, micro_batches: list[MicroBatch]) -> Record:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     seconds = time.perf_counter() - started
-    tokens = sum(int(micro_batch.batch.length.sum()) for micro_batch in micro_batches)
-    return sums.figures() | {
+    figures, batch = sums.figures(), part.mix.add(table_G.cpu().numpy())
+    tokens, samples = batch.pop("tokens"), batch.pop("samples")
+    return figures | {
+        "epoch": part.epoch,
         "learning_rate": rate,
         "gradient_norm": float(norm),
         "skipped": not finite,
         "tokens": tokens,
-        "samples": sum(len(micro_batch.batch.sample) for micro_batch in micro_batches),
-        "blocks": sums.num_blocks,
+        "samples": samples,
         "seconds": seconds,
+        "wait": part.wait_seconds,
         "tokens_per_second": tokens / seconds,
-        "blocks_per_second": sums.num_blocks / seconds,
-        "buckets": bucket_counts(micro_batches, len(run.reader.manifest.bucket_bounds)),
+        "blocks_per_second": figures["blocks"] / seconds,
+        "batch": batch | sums.bucket_figures() | {"buffer_fill": part.buffer_fill, "ready": part.ready},
     }
 
 
@@ -164,23 +193,28 @@ def finish_gradients(drafter: Drafter, weight_sum: torch.Tensor, clip_norm: floa
 
 @torch.no_grad()
 def validate(run: TrainingRun) -> Record:
-    """Loss and expected acceptance length on the held-out samples, with the same anchors every time."""
+    """Loss and expected acceptance length on the held-out samples, with the same anchors every time.
+
+    Each rank takes its share of the micro-batches.
+    """
     started = time.perf_counter()
     plan = plan_training_epoch(run.config, run.reader, run.validation_rows, 0)
-    sums = StepSums(run.drafter.shape.block_size, run.device)
-    order = np.arange(plan.num_micro_batches)
-    for micro_batch in micro_batch_stream(run, plan, order, VALIDATION_EPOCH):
-        sums.add(draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), run.config.objective))
-    figures: dict[str, Any] = {"kind": "validation", "step": run.step, "blocks": sums.num_blocks}
+    sums = StepSums(run.drafter.shape.block_size, run.num_buckets, run.device)
+    places = range(run.ranks.rank, plan.num_micro_batches, run.ranks.world_size)
+    for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
+        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), run.config.objective)
+        sums.add(loss, micro_batch.bucket)
+    run.ranks.sum([sums.by_bucket])
+    figures: dict[str, Any] = {"kind": "validation", "step": run.step}
     return figures | sums.figures() | {"seconds": time.perf_counter() - started}
 
 
-def bucket_counts(micro_batches: list[MicroBatch], num_buckets: int) -> list[int]:
-    """Micro-batches of each bucket in a step."""
-    counts: list[int] = np.bincount(
-        [micro_batch.bucket for micro_batch in micro_batches], minlength=num_buckets
-    ).tolist()
-    return counts
+def _divergence(run: TrainingRun, part: StepInput) -> RunError:
+    names = [sample for micro_batch in part.micro_batches for sample in micro_batch.batch.sample.tolist()]
+    return RunError(
+        f"The gradient was not finite for {MAX_SKIPPED} steps, up to step {run.step} with samples "
+        f"{names[:8]} …: lower train.learning_rate, or look at these samples."
+    )
 
 
 def _save_if_due(run: TrainingRun, score: float | None, last: bool) -> None:

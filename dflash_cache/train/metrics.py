@@ -26,39 +26,51 @@ Sink = Callable[[Record], None]
 
 
 class StepSums:
-    """Sums over the micro-batches of one step (or of one validation); a handful of small tensors on the device."""
+    """Sums over the micro-batches of one step (or of one validation), by bucket, as one small tensor on the device.
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
-        K = block_size - 1
-        self.loss_sum = torch.zeros((), device=device)
-        self.weight_sum = torch.zeros((), device=device)
-        self.num_blocks = 0
-        self._slots_K = torch.zeros(K, device=device)
-        self._correct_K = torch.zeros(K, device=device)
-        self._streak_K = torch.zeros(K, device=device)
+    by_bucket: (buckets, 3 + 3K) float64: loss, weight, blocks; then by slot: supervised, right, all right up to here.
+    Ranks add theirs up and have the whole step's.
+    """
 
-    def add(self, loss: BlockLoss) -> None:
+    def __init__(self, block_size: int, num_buckets: int, device: torch.device) -> None:
+        self._num_slots = block_size - 1
+        self.by_bucket = torch.zeros(num_buckets, 3 + 3 * self._num_slots, dtype=torch.float64, device=device)
+
+    def add(self, loss: BlockLoss, bucket: int) -> None:
         """Add one micro-batch."""
-        self.loss_sum += loss.loss_sum.detach()
-        self.weight_sum += loss.weight_sum
-        self.num_blocks += len(loss.mask_NK)
-        self._slots_K += loss.mask_NK.sum(0)
-        self._correct_K += loss.correct_NK.sum(0)
-        self._streak_K += loss.correct_NK.long().cumprod(1).sum(0)
+        sums = torch.stack([loss.loss_sum.detach(), loss.weight_sum, loss.weight_sum.new_tensor(len(loss.mask_NK))])
+        streak_NK = loss.correct_NK.long().cumprod(1)
+        slots = [sums, loss.mask_NK.sum(0), loss.correct_NK.sum(0), streak_NK.sum(0)]
+        self.by_bucket[bucket] += torch.cat([part.double() for part in slots])
+
+    @property
+    def weight_sum(self) -> Tensor:
+        """Summed weights of all micro-batches, a float32 scalar on the device."""
+        return self.by_bucket[:, 1].sum().float()
 
     def figures(self) -> Record:
         """Loss (nats, weighted mean), accuracy by slot, expected acceptance length. Synchronises the device."""
-        loss = self.loss_sum / self.weight_sum.clamp(min=1e-30)
-        accuracy_K = self._correct_K / self._slots_K.clamp(min=1)
-        acceptance = 1 + self._streak_K.sum() / max(1, self.num_blocks)
-        numbers: Tensor = torch.cat([loss[None], acceptance[None], accuracy_K])
-        first, second, *rest = numbers.tolist()
+        total = self.by_bucket.cpu().sum(0)
+        loss_sum, weight_sum, num_blocks = total[:3].tolist()
+        slots_K, correct_K, streak_K = total[3:].view(3, -1)
+        accuracy = (correct_K / slots_K.clamp(min=1)).tolist()
         return {
-            "loss": first,
-            "acceptance_estimate": second,
-            "accuracy": sum(rest) / len(rest),
-            "position_accuracy": rest,
+            "loss": loss_sum / max(weight_sum, 1e-30),
+            "acceptance_estimate": 1 + float(streak_K.sum()) / max(1.0, num_blocks),
+            "accuracy": sum(accuracy) / len(accuracy),
+            "position_accuracy": accuracy,
+            "blocks": round(num_blocks),
         }
+
+    def bucket_figures(self) -> Record:
+        """Loss and accuracy (of all supervised slots) of each bucket, None where nothing was supervised."""
+        figures: Record = {}
+        for bucket, sums in enumerate(self.by_bucket.cpu()):
+            loss_sum, weight_sum = sums[:2].tolist()
+            slots, correct, _ = sums[3:].view(3, -1).sum(1).tolist()
+            figures[f"bucket_{bucket}_loss"] = loss_sum / weight_sum if weight_sum else None
+            figures[f"bucket_{bucket}_accuracy"] = correct / slots if slots else None
+        return figures
 
 
 class JsonLines:
@@ -109,7 +121,7 @@ def wandb_id(run_dir: Path) -> str:
 
 
 class Wandb(AbstractContextManager["Wandb"]):
-    """The same records in Weights & Biases, named `train/loss` and so on."""
+    """The same records in Weights & Biases, named `train/loss`, `batch/bucket_0_pct` and so on."""
 
     def __init__(self, config: Config) -> None:
         settings = config.wandb
@@ -130,12 +142,14 @@ class Wandb(AbstractContextManager["Wandb"]):
         self._run.finish(exit_code=0 if kind is None else 1)
 
     def __call__(self, record: Record) -> None:
-        """Log one record at its step; lists become one series a position."""
+        """Log one record at its step; lists become one series a position, a part like `batch` goes by its own name."""
         prefix = record["kind"]
         flat: Record = {}
         for name, value in record.items():
             if isinstance(value, list):
                 flat |= {f"{prefix}/{name}_{i}": part for i, part in enumerate(value, start=1)}
+            elif isinstance(value, dict):
+                flat |= {f"{name}/{key}": part for key, part in value.items() if part is not None}
             elif isinstance(value, int | float):
                 flat[f"{prefix}/{name}"] = value
         self._run.log(flat, step=record["step"])

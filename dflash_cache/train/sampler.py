@@ -26,39 +26,18 @@ entries or at most the places left in the step. With a list of long runs (`shuff
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from xxhash import xxh3_64
 
 from dflash_cache.config.settings import TrainSettings
 from dflash_cache.data.mixing import count_buckets, longest_runs
 from dflash_cache.data.plan import EpochPlan, plan_fingerprint, step_bounds
-from dflash_cache.errors import RunError
 
 MAX_RUN = 3  # micro-batches of one bucket one after the other, where the list allows it
 _PULL = 1  # what the random stream is for
-
-
-@dataclass(frozen=True)
-class SamplerState:
-    """Where a run is in its stream: `step` steps of `epoch` are done, in the order these fingerprints stand for."""
-
-    seed: int
-    epoch: int
-    step: int
-    index_fingerprint: str
-    plan_fingerprint: str
-
-    def check_order(self, expected: "SamplerState") -> None:
-        """Raise RunError if the order that this state was taken from is not the `expected` one (`step` aside)."""
-        for name in (field.name for field in fields(self) if field.name != "step"):
-            found, wanted = getattr(self, name), getattr(expected, name)
-            if found != wanted:
-                raise RunError(
-                    f"The checkpoint was made in another order of the data ({name} is {found}, expected {wanted}): "
-                    "go on with the cache, settings and numpy version it was made with, or start in a new run_dir."
-                )
 
 
 @dataclass(frozen=True)
@@ -94,11 +73,14 @@ class EpochOrder:
         """List positions of all micro-batches of the step, in pull order."""
         return self.order[self.bounds[step] : self.bounds[step + 1]]
 
+    def slots(self, step: int, rank: int) -> np.ndarray:
+        """Which of the step's micro-batches the rank takes (accumulation,) int64, −1 for an empty one."""
+        return deal_step(self.weight[self.step(step)], self.world_size, self.accumulation)[rank]
+
     def places(self, step: int, rank: int) -> np.ndarray:
         """List positions (accumulation,) int64 of the rank's micro-batches of the step, −1 for an empty one."""
-        places_G = self.step(step)
-        dealt = deal_step(self.weight[places_G], self.world_size, self.accumulation)[rank]
-        return np.where(dealt < 0, -1, places_G[dealt])
+        slots = self.slots(step, rank)
+        return np.where(slots < 0, -1, self.step(step)[slots])
 
     def steps(self, first: int, rank: int) -> Iterator[np.ndarray]:
         """`places` of every step from `first` on: the same as the rest of the whole epoch's."""
@@ -106,9 +88,12 @@ class EpochOrder:
             yield self.places(step, rank)
 
 
-def sampler_state(plan: EpochPlan, seed: int, epoch: int, step: int, index_fingerprint: str) -> SamplerState:
-    """The state after `step` steps of the epoch that `plan` lists."""
-    return SamplerState(seed, epoch, step, index_fingerprint, plan_fingerprint(plan))
+def order_fingerprint(plan: EpochPlan, order: EpochOrder) -> str:
+    """Hash (xxh3, 16 hexadecimal digits) of an epoch's list, its pull order and its steps, on any number of ranks."""
+    digest = xxh3_64(plan_fingerprint(plan).encode())
+    for array in (order.order, order.bounds):
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def pull_order(bucket_M: np.ndarray, bounds: np.ndarray, min_buffer: int, seed: int | Sequence[int]) -> np.ndarray:
@@ -127,6 +112,16 @@ def pull_order(bucket_M: np.ndarray, bounds: np.ndarray, min_buffer: int, seed: 
     for wanted_K, tails_K in zip(counts_nK.tolist(), tails_nK[1:].tolist(), strict=True):
         sampler.pull_step(wanted_K, tails_K)
     return np.array(sampler.pulled, np.int64)
+
+
+def buffer_fill(order: np.ndarray, min_buffer: int) -> np.ndarray:
+    """How many list entries the buffer held at each pull (M,) int64, given the `pull_order`.
+
+    What is pulled was in the buffer, and the buffer grows past `min_buffer` only up to an entry that is pulled next.
+    """
+    pulled = np.arange(len(order))
+    refilled = np.minimum(pulled + max(1, min_buffer), len(order))
+    return np.maximum.accumulate(np.maximum(refilled, order + 1)) - pulled
 
 
 def deal_step(tokens_G: np.ndarray, world_size: int, accumulation: int) -> list[np.ndarray]:

@@ -26,8 +26,17 @@ from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.drafter.start import start_drafter
 from dflash_cache.drafter.weights import TargetFiles
-from dflash_cache.errors import CacheError, ConfigError
-from dflash_cache.train.checkpoint import Checkpoint, check_identity, latest_path, load_checkpoint
+from dflash_cache.errors import CacheError, ConfigError, RunError
+from dflash_cache.train.checkpoint import (
+    ORDER,
+    Checkpoint,
+    check_identity,
+    differences,
+    latest_path,
+    load_checkpoint,
+)
+from dflash_cache.train.ranks import Ranks
+from dflash_cache.train.sampler import EpochOrder, order_fingerprint
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALIDATION_EPOCH = 2**31  # anchors of held-out samples: the same at every validation, of no training epoch
@@ -42,12 +51,22 @@ class TrainingRun:
     frozen: FrozenTarget
     drafter: Drafter
     optimizers: list[torch.optim.Optimizer]
-    device: torch.device
+    ranks: Ranks
     training_rows: np.ndarray
     validation_rows: np.ndarray
     epoch_steps: list[int]
     identity: dict[str, Any]
     step: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.ranks.device
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of the cache."""
+        return len(self.reader.manifest.bucket_bounds)
 
     @property
     def num_steps(self) -> int:
@@ -72,13 +91,14 @@ class TrainingRun:
 
 
 @contextmanager
-def open_run(config: Config) -> Iterator[TrainingRun]:
-    """A new run, or the one in `run_dir` where its last checkpoint left it.
+def open_run(config: Config, ranks: Ranks | None = None) -> Iterator[TrainingRun]:
+    """A new run, or the one in `run_dir` where its last checkpoint left it; without `ranks` in this process alone.
 
     Raises CacheError, ConfigError, TargetError or RunError before anything is written.
     """
     settings = config.train
-    device = resolve_device(settings.device)
+    ranks = ranks or Ranks(resolve_device(settings.device))
+    device = ranks.device
     with CacheReader(Path(config.cache_dir), settings.verify_checksums) as reader:
         files = TargetFiles(config.target)
         check_cache(reader, files, config)
@@ -98,18 +118,19 @@ def open_run(config: Config) -> Iterator[TrainingRun]:
             frozen=load_frozen(files, shape.embedding_scale, COMPUTE_DTYPES[settings.dtype], device),
             drafter=drafter,
             optimizers=make_optimizers(drafter, config.train),
-            device=device,
+            ranks=ranks,
             training_rows=training_rows,
             validation_rows=validation_rows,
-            epoch_steps=[
-                len(epoch_bounds(config, plan_training_epoch(config, reader, training_rows, epoch))) - 1
-                for epoch in range(settings.epochs)
-            ],
-            identity=identify(config, reader, shape.to_dict()),
+            epoch_steps=[],
+            identity={},
             step=0,
         )
+        run.epoch_steps = [count_steps(run, epoch) for epoch in range(settings.epochs)]
+        run.identity = identify(run)
         _resume(run)
-        write_atomically(Path(config.run_dir) / "config.yaml", dump_config(config).encode())
+        _check_ranks(run)
+        if ranks.is_first:
+            write_atomically(Path(config.run_dir) / "config.yaml", dump_config(config).encode())
         yield run
 
 
@@ -159,9 +180,10 @@ def plan_training_epoch(config: Config, reader: CacheReader, rows: np.ndarray, e
     return replace(plan, rows=rows[plan.rows])
 
 
-def epoch_bounds(config: Config, plan: EpochPlan) -> np.ndarray:
-    """Where each step of the epoch begins and ends in the order."""
-    return step_bounds(plan.num_micro_batches, config.train.accumulation)
+def count_steps(run: TrainingRun, epoch: int) -> int:
+    """Optimizer steps of the epoch."""
+    step_size = run.config.train.accumulation * run.ranks.world_size
+    return len(step_bounds(run.plan(epoch).num_micro_batches, step_size)) - 1
 
 
 def write_plan(config: Config, plan: EpochPlan, epoch: int) -> None:
@@ -183,13 +205,23 @@ def make_optimizers(drafter: Drafter, settings: TrainSettings) -> list[torch.opt
     ]
 
 
-def identify(config: Config, reader: CacheReader, shape: dict[str, Any]) -> dict[str, Any]:
-    """What decides a run's bits: the cache, the drafter, the objective, and the training settings but for logging."""
-    free = {"log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes"}
+def identify(run: TrainingRun) -> dict[str, Any]:
+    """What decides a run's bits: the cache, the drafter, the objective, and the training settings but for logging.
+
+    A step may be split over any number of ranks, so its size stands for accumulation and ranks. The first epoch's
+    order stands for all that it is made with, down to numpy's random numbers.
+    """
+    config, ranks = run.config, run.ranks
+    free = {"accumulation", "log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes"}
     train = config.train.model_dump(mode="json")
+    shape = run.drafter.shape.to_dict()
+    plan = run.plan(0)
+    order = EpochOrder.from_plan(plan, config.train, 0, ranks.world_size)
     return {
-        "cache": reader.fingerprint,
+        "cache": run.reader.fingerprint,
         "init": config.drafter.init,
+        ORDER: order_fingerprint(plan, order),
+        "train.accumulation × ranks": config.train.accumulation * ranks.world_size,
         **{f"drafter.{key}": list(value) if isinstance(value, tuple) else value for key, value in shape.items()},
         **{f"objective.{key}": value for key, value in config.objective.model_dump(mode="json").items()},
         **{f"train.{key}": value for key, value in train.items() if key not in free},
@@ -206,3 +238,14 @@ def _resume(run: TrainingRun) -> None:
     for optimizer, state in zip(run.optimizers, checkpoint.optimizers, strict=True):
         optimizer.load_state_dict(state)
     run.step = checkpoint.step
+
+
+def _check_ranks(run: TrainingRun) -> None:
+    """Raise RunError unless all ranks stand at the same step of the same run."""
+    views = run.ranks.gather({"checkpoint": run.step, **run.identity})
+    for rank, view in enumerate(views):
+        if different := differences(views[0], view, "on rank 0", f"on rank {rank}"):
+            raise RunError(
+                f"Rank {rank} sees another run than rank 0 ({different}): give all ranks the same configuration, and "
+                "cache_dir and run_dir on storage that all of them share."
+            )

@@ -6,10 +6,10 @@ the GIL, and nothing has to be shared, locked or replayed.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -57,27 +57,46 @@ def load_micro_batch(reader: CacheReader, rows: np.ndarray, bucket: int, draw: B
     return MicroBatch(batch, blocks, bucket)
 
 
-def read_ahead(
-    items: Iterable[tuple[Item, int]], load: Callable[[Item], Ready], threads: int, max_bytes: int
-) -> Iterator[Ready]:
+class ReadAhead(Iterator[Ready], Generic[Item, Ready]):
     """`load` of every item, in order, made ready by `threads`; `items` come with their size in bytes.
 
     At most `max_bytes` are in flight or waiting (one item always is, however large). An exception of `load` is raised
     in its place in the order.
     """
-    waiting: deque[tuple[Future[Ready], int]] = deque()
-    held_bytes = 0
-    with ThreadPoolExecutor(threads, thread_name_prefix="read-ahead") as pool:
-        try:
-            for item, num_bytes in items:
-                while waiting and held_bytes + num_bytes > max_bytes:
-                    future, size = waiting.popleft()
-                    yield future.result()
-                    held_bytes -= size
-                waiting.append((pool.submit(load, item), num_bytes))
-                held_bytes += num_bytes
-            while waiting:
-                yield waiting.popleft()[0].result()
-        finally:
-            for future, _ in waiting:
-                future.cancel()
+
+    def __init__(
+        self, items: Iterable[tuple[Item, int]], load: Callable[[Item], Ready], threads: int, max_bytes: int
+    ) -> None:
+        self._waiting: deque[tuple[Future[Ready], int]] = deque()
+        self._stream = self._read(items, load, threads, max_bytes)
+
+    def __next__(self) -> Ready:
+        return next(self._stream)
+
+    def close(self) -> None:
+        """Load no more, and end the threads."""
+        self._stream.close()
+
+    @property
+    def num_ready(self) -> int:
+        """How many items are loaded and wait to be taken."""
+        return sum(future.done() for future, _ in self._waiting)
+
+    def _read(
+        self, items: Iterable[tuple[Item, int]], load: Callable[[Item], Ready], threads: int, max_bytes: int
+    ) -> Generator[Ready, None, None]:
+        held_bytes = 0
+        with ThreadPoolExecutor(threads, thread_name_prefix="read-ahead") as pool:
+            try:
+                for item, num_bytes in items:
+                    while self._waiting and held_bytes + num_bytes > max_bytes:
+                        future, size = self._waiting.popleft()
+                        yield future.result()
+                        held_bytes -= size
+                    self._waiting.append((pool.submit(load, item), num_bytes))
+                    held_bytes += num_bytes
+                while self._waiting:
+                    yield self._waiting.popleft()[0].result()
+            finally:
+                for future, _ in self._waiting:
+                    future.cancel()

@@ -8,6 +8,7 @@ from drafter.tiny_drafter import TINY, make_drafter
 from dflash_cache.drafter.export import export_zlab
 from dflash_cache.errors import RunError
 from dflash_cache.train.checkpoint import (
+    ORDER,
     Checkpoint,
     best_path,
     best_score,
@@ -190,3 +191,16 @@ def test_a_run_of_another_identity_is_refused_with_every_difference(tmp_path: Pa
         "train.betas: was [0.9, 0.95], is [0.9, 0.99]; train.order: was interleaved, is None): set run_dir to another "
         "folder, or take the settings back."
     )
+
+
+def test_the_same_settings_with_another_order_are_told_apart_from_other_settings(tmp_path: Path) -> None:
+    saved = Checkpoint(1, {}, [], {**IDENTITY, ORDER: "abc"}, {})
+    with pytest.raises(RunError) as caught:
+        check_identity(saved, {**IDENTITY, ORDER: "def"}, tmp_path)
+    assert str(caught.value) == (
+        f"The run in {tmp_path} has another order of its samples, though its settings are the same (order of the first "
+        "epoch: was abc, is def): go on with the versions of numpy and dflash-cache that it was begun with, or in "
+        "another run_dir."
+    )
+    with pytest.raises(RunError, match="was made with other settings"):  # another setting gives another order, too
+        check_identity(saved, {**IDENTITY, ORDER: "def", "cache": "def"}, tmp_path)

@@ -21,11 +21,16 @@ def outcome(correct_NK: list[list[int]], mask_NK: list[list[int]], loss_sum: flo
     return BlockLoss(torch.tensor(loss_sum), torch.tensor(weight_sum), mask.float(), correct & mask, mask)
 
 
+def gather_sums(*losses: BlockLoss, num_buckets: int = 2) -> StepSums:
+    """The micro-batches are of the buckets in turn."""
+    sums = StepSums(losses[0].mask_NK.shape[1] + 1, num_buckets, CPU)
+    for i, loss in enumerate(losses):
+        sums.add(loss, i % num_buckets)
+    return sums
+
+
 def figures(*losses: BlockLoss) -> dict[str, Any]:
-    sums = StepSums(losses[0].mask_NK.shape[1] + 1, CPU)
-    for loss in losses:
-        sums.add(loss)
-    return sums.figures()
+    return gather_sums(*losses).figures()
 
 
 FIRST = outcome([[1, 1, 0], [1, 0, 1]], [[1, 1, 1], [1, 1, 1]], loss_sum=6.0, weight_sum=4.0)
@@ -99,14 +104,42 @@ def test_a_step_without_supervision_has_finite_figures() -> None:
         "acceptance_estimate": 1.0,
         "accuracy": 0.0,
         "position_accuracy": [0.0, 0.0, 0.0],
+        "blocks": 0,
     }
 
 
+def test_each_bucket_has_its_own_loss_and_accuracy_and_none_without_supervision() -> None:
+    found = gather_sums(FIRST, SECOND, FIRST, num_buckets=3).bucket_figures()
+    assert found == {
+        "bucket_0_loss": 6.0 / 4.0,
+        "bucket_0_accuracy": 4 / 6,
+        "bucket_1_loss": 3.0 / 2.0,
+        "bucket_1_accuracy": 2 / 3,
+        "bucket_2_loss": 6.0 / 4.0,
+        "bucket_2_accuracy": 4 / 6,
+    }
+    assert gather_sums(FIRST).bucket_figures()["bucket_1_loss"] is None
+    assert gather_sums(FIRST).bucket_figures()["bucket_1_accuracy"] is None
+
+
+@given(outcomes(), st.integers(1, 4))
+def test_the_sums_of_several_ranks_add_up_to_those_of_one(losses: list[BlockLoss], num_ranks: int) -> None:
+    whole = gather_sums(*losses, num_buckets=1)
+    parts = StepSums(4, 1, CPU)
+    for rank in range(num_ranks):
+        mine = losses[rank::num_ranks]
+        if mine:
+            parts.by_bucket += gather_sums(*mine, num_buckets=1).by_bucket
+    assert parts.figures() == whole.figures()
+    assert parts.bucket_figures() == whole.bucket_figures()
+    assert parts.weight_sum == whole.weight_sum
+
+
 def test_sums_hold_no_gradient() -> None:
-    sums = StepSums(4, CPU)
-    sums.add(replace(FIRST, loss_sum=torch.ones((), requires_grad=True) * 2))
-    assert not sums.loss_sum.requires_grad
-    assert float(sums.loss_sum) == 2.0
+    sums = gather_sums(replace(FIRST, loss_sum=torch.ones((), requires_grad=True) * 2))
+    assert not sums.by_bucket.requires_grad
+    assert sums.by_bucket[0, :3].tolist() == [2.0, 4.0, 2.0]
+    assert (sums.weight_sum.dtype, float(sums.weight_sum)) == (torch.float32, 4.0)
 
 
 def log(path: Path, steps: range, **more: object) -> None:
@@ -197,10 +230,13 @@ def test_wandb_offline_leaves_a_run_folder_with_the_records_names(
         "test",
     )
     with Wandb(config) as sink:
-        sink({"kind": "train", "step": 3, "loss": 0.5, "buckets": [4, 0], "text": "left out"})
+        batch = {"bucket_0_pct": 75.0, "bucket_1_loss": None, "longest_run": 2}
+        sink({"kind": "train", "step": 3, "loss": 0.5, "accuracies": [4, 0], "text": "left out", "batch": batch})
         sink({"kind": "validation", "step": 3, "loss": 0.25})
     (folder,) = (run_dir / "wandb").glob("offline-run-*-some-run-*")
     stored = b"".join(path.read_bytes() for path in folder.glob("*.wandb"))
-    for name in (b"train/loss", b"train/buckets_1", b"train/buckets_2", b"validation/loss", b"some-target"):
-        assert name in stored
-    assert b"train/text" not in stored
+    names = ("train/loss", "train/accuracies_1", "train/accuracies_2", "validation/loss", "some-target")
+    for name in (*names, "batch/bucket_0_pct", "batch/longest_run"):
+        assert name.encode() in stored
+    for name in ("train/text", "train/batch", "bucket_1_loss"):
+        assert name.encode() not in stored

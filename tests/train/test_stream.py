@@ -1,4 +1,4 @@
-"""`read_ahead` against its promises: the order, the bytes held, errors in their place, nothing left running."""
+"""`ReadAhead` against its promises: the order, the bytes held, errors in their place, nothing left running."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_cache.train.stream import read_ahead
+from dflash_cache.train.stream import ReadAhead
 
 sizes_lists = st.lists(st.integers(0, 20), max_size=30)
 thread_counts = st.integers(1, 5)
@@ -50,7 +50,7 @@ def test_everything_comes_once_and_in_order_for_any_number_of_threads_and_bytes(
         return item * item
 
     sizes = [size for size, _ in items]
-    assert list(read_ahead(sized(sizes), load, threads, max_bytes)) == [i * i for i in range(len(sizes))]
+    assert list(ReadAhead(sized(sizes), load, threads, max_bytes)) == [i * i for i in range(len(sizes))]
 
 
 @given(sizes_lists, thread_counts, byte_limits)
@@ -60,7 +60,7 @@ def test_no_more_than_max_bytes_are_held_unless_by_one_item_alone(
 ) -> None:
     ledger = Ledger(sizes)
     previous = None
-    stream = read_ahead(sized(sizes), ledger.load, threads, max_bytes)
+    stream = ReadAhead(sized(sizes), ledger.load, threads, max_bytes)
     for item in stream:
         assert previous is None or item == previous + 1
         previous = item
@@ -77,7 +77,7 @@ def test_all_that_fits_is_read_before_the_first_is_taken_and_nothing_beyond() ->
         started[item].set()
         return item
 
-    stream = read_ahead(sized([10] * 6), load, 2, 30)
+    stream = ReadAhead(sized([10] * 6), load, 2, 30)
     assert next(stream) == 0
     assert started[2].wait(5)
     assert not started[3].wait(0.05)
@@ -94,12 +94,12 @@ def test_threads_load_at_the_same_time() -> None:
         meeting.wait()
         return item
 
-    assert list(read_ahead(sized([1] * 6), load, 3, 100)) == list(range(6))
+    assert list(ReadAhead(sized([1] * 6), load, 3, 100)) == list(range(6))
 
 
 def test_an_item_larger_than_the_limit_is_read_alone() -> None:
     ledger = Ledger([1, 1, 99, 1, 1])
-    for item in read_ahead(sized(ledger.sizes), ledger.load, 4, 2):
+    for item in ReadAhead(sized(ledger.sizes), ledger.load, 4, 2):
         ledger.release(item)
     assert [99] in ledger.seen
     assert all(held == [99] or 99 not in held for held in ledger.seen)
@@ -118,7 +118,7 @@ def test_an_error_comes_in_its_items_place_and_after_it_nothing(
         return item
 
     taken = []
-    stream = read_ahead(sized([3] * count), load, threads, max_bytes)
+    stream = ReadAhead(sized([3] * count), load, threads, max_bytes)
     with pytest.raises(LookupError, match=f"item {broken}$"):
         for item in stream:
             taken.append(item)
@@ -135,7 +135,7 @@ def test_a_stream_closed_early_loads_no_more_and_ends_its_threads() -> None:
         loaded.append(item)
         return item
 
-    stream = read_ahead(sized([1] * 50), load, 1, 50)
+    stream = ReadAhead(sized([1] * 50), load, 1, 50)
     assert next(stream) == 0
     stream.close()
     assert threading.active_count() == before
@@ -155,11 +155,11 @@ def test_items_are_taken_from_an_endless_order_only_as_they_are_needed() -> None
             yield item, 1
             item += 1
 
-    stream = read_ahead(order(), lambda item: item, 2, 5)
+    stream = ReadAhead(order(), lambda item: item, 2, 5)
     assert [next(stream) for _ in range(10)] == list(range(10))
     stream.close()
     assert len(taken) == 10 + 5
 
 
 def test_an_empty_order_gives_nothing() -> None:
-    assert list(read_ahead([], lambda item: item, 2, 10)) == []
+    assert list(ReadAhead([], lambda item: item, 2, 10)) == []

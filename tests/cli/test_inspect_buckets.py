@@ -1,0 +1,109 @@
+"""`dflash inspect-buckets` against the index and the plan: orders side by side, bounds compared, pictures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_cache.cache.index import open_index
+from dflash_cli.bucket_pictures import MAX_BARS, _draw_steps
+
+OPTIONS = ("--token-budget", 128, "--accumulation", 3, "--world-size", 2)
+
+
+@pytest.fixture
+def cache(dflash, project: Path) -> Path:
+    assert dflash("generate", project).code == 0
+    return project.parent / "cache"
+
+
+def test_each_order_is_shown_and_the_pull_keeps_the_mix_of_the_interleaved_list(dflash, cache) -> None:
+    mix = json.loads(dflash("inspect-buckets", cache, "--json", *OPTIONS).out)["mix"]
+    assert list(mix) == ["sequential", "shuffled", "interleaved, buffer 0", "interleaved"]
+    assert mix["sequential"]["kl_mean"] > mix["shuffled"]["kl_mean"] > mix["interleaved"]["kl_mean"]
+    assert mix["interleaved"]["kl_mean"] == mix["interleaved, buffer 0"]["kl_mean"]
+    assert mix["interleaved"]["runs"] != mix["interleaved, buffer 0"]["runs"]
+    assert len({figures["num_micro_batches"] for figures in mix.values()}) == 1
+    shown = dflash("inspect-buckets", cache, *OPTIONS)
+    for order, figures in mix.items():
+        (line,) = [line for line in shown.out.splitlines() if line.split("  ")[0] == order]
+        assert f"{figures['kl_mean']:.4f}" in line
+
+
+def test_the_best_bounds_pad_less_and_the_figures_are_those_of_the_index(dflash, cache) -> None:
+    report = json.loads(dflash("inspect-buckets", cache, "--json", "--suggest", *OPTIONS).out)
+    table = open_index(cache).to_pydict()
+    lengths, buckets = np.array(table["length"]), np.array(table["bucket"])
+    present, best = report["bounds"]["present"], report["bounds"]["best"]
+    assert present["bounds"] == [bucket["longest"] for bucket in report["buckets"]]
+    assert present["padding_efficiency"] == pytest.approx(report["padding_efficiency"])
+    longest = [lengths[buckets == bucket].max() for bucket in buckets]
+    assert present["bucket_efficiency"] == pytest.approx(lengths.sum() / sum(longest))
+    assert best["bucket_efficiency"] >= present["bucket_efficiency"]
+    assert len(best["bounds"]) == len(present["bounds"])
+    two = json.loads(dflash("inspect-buckets", cache, "--json", "--buckets", 2).out)["bounds"]["best"]["bounds"]
+    assert len(two) == 2
+    assert two[-1] == 64
+    waste = {x: sum(max(lengths[lengths <= x]) - n if n <= x else lengths.max() - n for n in lengths) for x in lengths}
+    assert waste[two[0]] == min(waste[x] for x in lengths if x < lengths.max())
+    assert f"--set data.bucket_bounds=[{two[0]},64]" in dflash("inspect-buckets", cache, "--buckets", 2).out
+
+
+def test_a_png_and_a_page_that_needs_nothing_else_are_drawn(dflash, cache, tmp_path) -> None:
+    picture, page = tmp_path / "report.png", tmp_path / "pages" / "report.html"
+    for path in (picture, page):
+        outcome = dflash("inspect-buckets", cache, "--plot", path, "--json", *OPTIONS)
+        assert outcome.code == 0, outcome.err
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "<svg" in text
+    assert not any(word in text for word in ("<script", "<link", "<img", 'href="http', 'src="'))
+    figures = text.split("<pre>")[1].split("</pre>")[0].replace("&quot;", '"')
+    assert json.loads(figures) == json.loads(outcome.out)
+
+
+def test_a_panel_shows_each_steps_shares_or_those_of_every_so_many_th_step() -> None:
+    from matplotlib.figure import Figure
+
+    from dflash_cache.data.mixing import measure_mix
+
+    for num_steps, stride in ((5, 1), (MAX_BARS, 1), (MAX_BARS + 1, 2)):
+        buckets = np.random.default_rng(0).integers(0, 3, 4 * num_steps)
+        figures = measure_mix(buckets, 4 * np.arange(num_steps + 1), 3)
+        axes = Figure().subplots()
+        _draw_steps(axes, figures, "a title", ["red", "green", "blue"])
+        data = [patch.get_data() for patch in axes.patches]
+        drawn = np.stack([values - baseline for values, _, baseline in data], 1)
+        assert drawn == pytest.approx(25.0 * figures.counts_nK[::stride])
+        assert axes.get_ylim() == (0, 100)
+
+
+def test_a_picture_of_another_kind_is_refused(dflash, cache) -> None:
+    outcome = dflash("inspect-buckets", cache, "--plot", "report.gif")
+    expected = "Error: --plot report.gif is neither a .png nor a .html file: name one of these.\n"
+    assert (outcome.code, outcome.err) == (2, expected)
+
+
+def test_without_matplotlib_it_says_what_to_install(dflash, cache, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    outcome = dflash("inspect-buckets", cache, "--plot", tmp_path / "report.png")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "Error: --plot needs matplotlib, which is not installed: run `pip install 'dflash-cache[plot]'`.\n",
+    )
+    assert dflash("inspect-buckets", cache).code == 0
+
+
+def test_it_answers_without_loading_torch(cache) -> None:
+    script = (
+        "import sys\n"
+        "from dflash_cli.__main__ import main\n"
+        f"sys.argv = ['dflash', 'inspect-buckets', {str(cache)!r}]\n"
+        "try:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
