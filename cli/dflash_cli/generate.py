@@ -27,11 +27,13 @@ def register(app: typer.Typer) -> None:
 def generate_cache(config: Config) -> tuple[Manifest, "GenerateConsole"]:
     """Fill the cache, showing what happens; returns its manifest and the figures shown."""
     from dflash_cache.cache.files import write_atomically
+    from dflash_cache.cache.seal import BLANK_SEAL, seal_bytes
     from dflash_cache.target.generate import generate
 
     with GenerateConsole() as shown:
         manifest = generate(config, shown)
-    write_atomically(Path(config.cache_dir) / "config.yaml", dump_config(config).encode())
+    text = f"{dump_config(config)}# {BLANK_SEAL}\n"
+    write_atomically(Path(config.cache_dir) / "config.yaml", seal_bytes(text.encode()))
     console.print(f"The cache {config.cache_dir} is complete: {manifest.num_samples:,} samples.")
     return manifest, shown
 

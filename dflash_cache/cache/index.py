@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from xxhash import xxh3_64
 
 from dflash_cache.cache.files import explain_write_errors, flush_folder, write_table
 from dflash_cache.cache.layout import index_dir
+from dflash_cache.cache.seal import read_sealed_table
 from dflash_cache.errors import CacheError
 
 SCHEMA = pa.schema(
@@ -128,7 +128,7 @@ def _read_rows(cache_dir: Path) -> tuple[pa.Table, list[Path]]:
 
 def _read_table(path: Path) -> pa.Table:
     try:
-        table = pq.read_table(path, partitioning=None)
+        table = read_sealed_table(path)
         if not table.schema.equals(SCHEMA):
             raise pa.ArrowInvalid("unexpected columns")
     except FileNotFoundError:
