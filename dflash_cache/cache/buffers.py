@@ -23,6 +23,7 @@ class BufferPool:
     def __init__(self, max_idle: int) -> None:
         # A deque, for its operations are atomic: a buffer may come back on any thread, even within `lend`.
         self._idle: deque[mmap.mmap] = deque(maxlen=max_idle)
+        self._largest = 0
 
     def lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of unknown content; its memory comes back when it and all its views are gone."""
@@ -33,16 +34,19 @@ class BufferPool:
         return torch.from_numpy(lent[:num_bytes]).view(dtype).view(shape)
 
     def _take(self, num_bytes: int) -> mmap.mmap:
-        """The buffer idle for longest that is large enough; those too small on the way are let go."""
+        """An idle buffer that is large enough, or a new one as large as the largest so far: then all fit soon.
+
+        What a small batch does not touch of a large new buffer takes no memory.
+        """
+        self._largest = max(self._largest, -(-num_bytes // _STEP_BYTES) * _STEP_BYTES)
         while self._idle:
             try:
-                memory = self._idle.popleft()
-            except IndexError:  # another thread took the last one
+                memory = self._idle.pop()  # the last one used may still be in the processor's cache
+            except IndexError:  # another thread took it
                 break
             if len(memory) >= num_bytes:
                 return memory
-        size = -(-num_bytes // _STEP_BYTES) * _STEP_BYTES
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, self._largest)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
