@@ -59,7 +59,7 @@ def make_cache(cache_dir: Path, peers_dir: Path, num_bytes: float) -> None:
     random = np.random.default_rng(0)
     lengths: list[int] = []
     while sum(lengths) * TOKEN_BYTES < num_bytes:
-        lengths.append(int(round(np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST))))))
+        lengths.append(round(np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST)))))
     bucket_N = np.searchsorted(BOUNDS, lengths)
     write_manifest(cache_dir, make_manifest(len(lengths)))
     states = torch.from_numpy(random.integers(0, 2**15, (LONGEST, L, H), np.int16)).view(torch.bfloat16)

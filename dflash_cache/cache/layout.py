@@ -162,3 +162,8 @@ def _damaged(path: Path, what: str) -> CacheError:
 
 def _show(value: object) -> str:
     return "none" if value is None else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def bucket_of_shard(name: str) -> int:
+    """The bucket that a shard's name speaks of."""
+    return int(name.partition("/")[0].removeprefix("bucket-"))

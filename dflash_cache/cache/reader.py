@@ -85,8 +85,9 @@ class CacheReader:
     def read_batch(self, rows: np.ndarray) -> Batch:
         """The samples at these positions of the index, in this order.
 
-        The states' memory is used again when the last tensor that looks into it is gone. Raises CacheError, naming shard and sample, on a missing or damaged shard or a wrong checksum; IndexError on
-        a position outside the index.
+        The states' memory is used again when the last tensor that looks into it is gone. Raises CacheError, naming
+        shard and sample, on a missing or damaged shard or a wrong checksum; IndexError on a position outside the
+        index.
         """
         rows = np.asarray(rows, dtype=np.int64)
         if rows.ndim != 1 or len(rows) == 0 or rows.min() < 0:
@@ -123,8 +124,8 @@ class CacheReader:
             reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             raise CacheError(
                 f"Sample {self._index.sample[row]} cannot be read from shard {shard} of {self._shards.cache_dir} "
-                f"({reason}): run `dflash verify` to list all damage, then restore those shards from a copy or "
-                "generate the cache anew."
+                f"({reason}): restore the shard from a copy, or run `dflash verify --full --repair` and then "
+                "`dflash generate`, which redoes what is damaged."
             ) from None
 
 

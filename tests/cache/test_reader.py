@@ -168,8 +168,8 @@ def test_one_flipped_bit_is_caught_with_shard_and_sample_named(tmp_path: Path, t
             reader.read_batch(np.array([0, 1, 2]))
     assert str(caught.value) == (
         f"Sample 10 cannot be read from shard bucket-0/shard-000000.safetensors of {tmp_path} "
-        "(its checksum is not the index's): run `dflash verify` to list all damage, then restore those shards from "
-        "a copy or generate the cache anew."
+        "(its checksum is not the index's): restore the shard from a copy, or run `dflash verify --full --repair` "
+        "and then `dflash generate`, which redoes what is damaged."
     )
     with CacheReader(tmp_path, verify_checksums=False) as reader:
         reader.read_batch(np.array([0, 1, 2]))
