@@ -18,6 +18,7 @@ from dflash_cache.cache.seal import read_sealed_table
 from dflash_cache.errors import CacheError
 
 NO_SAMPLES = np.zeros(0, np.int64)
+_ANEW = "`dflash verify --repair` sets it aside, and `dflash generate` writes it anew"
 _COMPARED = ("length", "loss_tokens", "bucket")
 
 
@@ -67,7 +68,7 @@ def check_tables(cache_dir: Path, manifest: Manifest, rows: pa.Table) -> list[Fi
         reason = f"{len(missing):,} of {manifest.num_samples:,} samples are not cached: run `dflash generate`"
         findings.append(Finding("index", reason, missing, is_listed=False))
     rows = rows.filter(pa.array(known))
-    return findings + _check_samples(cache_dir, manifest, rows) + _check_jobs(cache_dir, manifest, rows)
+    return findings + _check_samples(cache_dir, manifest, rows) + _check_jobs(cache_dir, manifest)
 
 
 def check_places(columns: IndexColumns) -> list[Finding]:
@@ -93,39 +94,38 @@ def _read_rejected(cache_dir: Path) -> np.ndarray:
 
 
 def _check_samples(cache_dir: Path, manifest: Manifest, rows: pa.Table) -> list[Finding]:
-    place = samples_dir(cache_dir).name
-    try:
-        table = pq.read_table(samples_dir(cache_dir), columns=["sample", *_COMPARED], partitioning=None)
-        columns = {name: table[name].to_numpy() for name in table.column_names}
-    except (pa.ArrowException, OSError, KeyError) as error:
-        return [_unreadable(place, error)]
-    if not np.array_equal(columns["sample"], np.arange(manifest.num_samples)):
+    folder = samples_dir(cache_dir)
+    tables, findings = [], []
+    for path in sorted(folder.glob("*.parquet")):
+        try:
+            tables.append(pq.read_table(path, columns=["sample", *_COMPARED], partitioning=None))
+        except (pa.ArrowException, OSError, KeyError) as error:
+            findings.append(_unreadable(str(path.relative_to(cache_dir)), error))
+    if findings or not tables:
+        return findings or [Finding(folder.name, f"it is missing: {_ANEW}")]
+    table = pa.concat_tables(tables)
+    if not np.array_equal(table["sample"].to_numpy(), np.arange(manifest.num_samples)):
         reason = f"it holds other samples than the {manifest.num_samples:,} that the manifest speaks of"
-        return [Finding(place, f"{reason}: run `dflash generate`, which writes it anew")]
+        return [Finding(folder.name, f"{reason}: {_ANEW}")]
     indexed = rows["sample"].to_numpy()
-    findings = []
     for name in _COMPARED:
-        wrong = indexed[rows[name].to_numpy() != columns[name][indexed]]
-        findings += _with_samples("index", f"their {name} is not that of {place}/", wrong)
+        wrong = indexed[rows[name].to_numpy() != table[name].to_numpy()[indexed]]
+        findings += _with_samples("index", f"their {name} is not that of {folder.name}/", wrong)
     return findings
 
 
-def _check_jobs(cache_dir: Path, manifest: Manifest, rows: pa.Table) -> list[Finding]:
+def _check_jobs(cache_dir: Path, manifest: Manifest) -> list[Finding]:
+    """Whether the job list has every sample once; a row may speak of an older list, of another token budget."""
     place = jobs_path(cache_dir).name
     try:
-        table = read_sealed_table(jobs_path(cache_dir))
-        job_J, listed = table["job"].to_numpy(), pc.list_flatten(table["samples"]).to_numpy()
-        job_of_listed = np.repeat(job_J, pc.list_value_length(table["samples"]).to_numpy())
+        listed = pc.list_flatten(read_sealed_table(jobs_path(cache_dir))["samples"]).to_numpy()
+    except FileNotFoundError:
+        return [Finding(place, f"it is missing: {_ANEW}")]
     except (pa.ArrowException, OSError, KeyError) as error:
         return [_unreadable(place, error)]
     if not np.array_equal(np.sort(listed), np.arange(manifest.num_samples)):
-        return [Finding(place, "it does not list every sample once: run `dflash generate`, which writes it anew")]
-    job_N = np.empty(manifest.num_samples, np.int64)
-    job_N[listed] = job_of_listed
-    indexed = rows["sample"].to_numpy()
-    return _with_samples(
-        "index", f"their job is not that of {place}", indexed[rows["job"].to_numpy() != job_N[indexed]]
-    )
+        return [Finding(place, f"it does not list every sample once: {_ANEW}")]
+    return []
 
 
 def _with_samples(place: str, reason: str, samples: np.ndarray) -> list[Finding]:
@@ -133,8 +133,4 @@ def _with_samples(place: str, reason: str, samples: np.ndarray) -> list[Finding]
 
 
 def _unreadable(place: str, error: Exception) -> Finding:
-    if isinstance(error, FileNotFoundError):
-        reason = "it is missing"
-    else:
-        reason = f"it is damaged ({str(error).splitlines()[0].rstrip('.')})"
-    return Finding(place, f"{reason}: run `dflash generate`, which writes it anew")
+    return Finding(place, f"it is damaged ({str(error).splitlines()[0].rstrip('.')}): {_ANEW}")

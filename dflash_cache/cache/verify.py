@@ -18,8 +18,8 @@ import torch
 
 from dflash_cache.cache.buffers import BufferPool
 from dflash_cache.cache.files import explain_write_errors, flush_folder
-from dflash_cache.cache.index import IndexColumns, jobs_of, list_index_files, remove_jobs, split_columns
-from dflash_cache.cache.layout import FORMAT_VERSION, Manifest, bucket_of_shard, index_dir, manifest_path, read_manifest
+from dflash_cache.cache.index import IndexColumns, jobs_of, remove_jobs, split_columns
+from dflash_cache.cache.layout import FORMAT_VERSION, Manifest, bucket_of_shard, manifest_path, read_manifest
 from dflash_cache.cache.reader import check_layout
 from dflash_cache.cache.seal import check_file
 from dflash_cache.cache.shards import DATA_BEGIN, TORCH_DTYPES, as_bytes, encode_header
@@ -93,13 +93,14 @@ def verify(cache_dir: Path, full: bool, threads: int = 2, progress: Progress = l
 def repair(cache_dir: Path, report: Report) -> int:
     """Take the jobs of all damaged samples out of the index, so that the next `dflash generate` redoes them whole.
 
-    Damaged index files are set aside under another name. Returns how many samples were taken out, the undamaged ones
-    of those jobs included: a job is redone as one, and no sample may be there twice. Not while `generate` runs.
+    Damaged tables (never the manifest) are set aside under another name; `generate` writes them anew. Returns how many
+    samples were taken out, the undamaged ones of those jobs included: a job is redone as one, and no sample may be
+    there twice. Not while `generate` runs.
     """
-    with explain_write_errors(index_dir(cache_dir)):
-        damaged = {finding.place for finding in report.findings if finding.is_listed}
-        for path in list_index_files(cache_dir):
-            if str(path.relative_to(cache_dir)) in damaged:
+    for place in {finding.place for finding in report.findings}:
+        path = cache_dir / place
+        if path.suffix == ".parquet" and path.exists():
+            with explain_write_errors(path):
                 path.replace(path.with_name(path.name + _SET_ASIDE))
                 flush_folder(path.parent)
     samples = report.damaged_samples
