@@ -207,3 +207,17 @@ def test_a_cache_from_before_there_were_seals_is_whole(cache: Path, tmp_path: Pa
     (old / "manifest.json").write_text(json.dumps(tree))
     assert equal(read_all(old), read_all(cache))
     assert [finding.place for finding in verify(old, full=True).findings] == []
+
+
+def test_an_honest_cache_agrees_with_its_target_and_another_target_is_told(dflash, project, cache, save_family) -> None:
+    shown = dflash("verify", cache, "--against-target", 6)
+    assert shown.code == 0, shown.out
+    assert "The states of 6 samples" in shown.out
+    assert "are the target's" in shown.out
+    report = json.loads(dflash("verify", cache, "--against-target", 6, "--seed", 1, "--json").out)["against_target"]
+    assert [layer["layer_id"] for layer in report["layers"]] == [0, 2, 4]
+    assert report["head_agreement"] is None  # the last layer is not kept
+    other = dflash("verify", cache, "--against-target", 2, "--target", save_family("qwen3"))
+    assert other.code == 2
+    assert "another target or another revision" in other.out
+    assert "Another target: the manifest speaks of another" in other.out
