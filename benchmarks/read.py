@@ -1,9 +1,10 @@
 """How fast samples come out of a cache, against a plain `preadv` loop over the same bytes and against peers' files.
 
 Samples of 64 to 4,096 tokens, 40,960 bytes a token (five layers of 4,096 in bfloat16), two threads, warm page cache;
-all ways run alternately in one process and each one's best round counts, so that the ratios survive a machine whose
-speed drifts. Cold: the shards' pages are dropped from the page cache (as `posix_fadvise` can, without privileges) and
-the reader reads past it; `dd` with direct I/O reads the same files.
+all ways run alternately in one process, both threads always at the same way, and each read's best time of all rounds
+counts, so that the ratios survive a machine whose speed drifts and which others use. Cold: the
+shards' pages are dropped from the page cache (as `posix_fadvise` can, without privileges) and the reader reads past
+it; `dd` with direct I/O reads the same files into one small buffer.
 
     python benchmarks/read.py [--gigabytes 1.2 --rounds 5 --folder DIR] [--json]
 
@@ -19,7 +20,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -134,16 +135,19 @@ def load_pickled(peers_dir: Path, row: int) -> None:
     torch.load(peers_dir / f"{row}.pt", weights_only=True)
 
 
-def measure(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Iterable[Any]) -> float:
-    """Seconds of `work` over all items by the pool's threads; results are dropped as they come."""
-    started = time.perf_counter()
-    for future in [pool.submit(lambda item=item: (work(item), None)[1]) for item in items]:
-        future.result()
-    return time.perf_counter() - started
+def measure(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Sequence[Any]) -> np.ndarray:
+    """Seconds of `work` for each item, on the pool's threads at once; results are dropped as they come."""
+
+    def timed(item: Any) -> float:
+        started = time.perf_counter()
+        work(item)
+        return time.perf_counter() - started
+
+    return np.array(list(pool.map(timed, items)))
 
 
 def measure_warm(cache_dir: Path, peers_dir: Path, rounds: int) -> dict[str, float]:
-    """Best seconds of each way, over all samples."""
+    """Seconds of each way for all samples, two threads at once: the sum of each read's best, over the threads."""
     with (
         CacheReader(cache_dir, verify_checksums=False) as reader,
         CacheReader(cache_dir) as checked,
@@ -163,13 +167,13 @@ def measure_warm(cache_dir: Path, peers_dir: Path, rounds: int) -> dict[str, flo
             "safetensors, reused buffer": (partial(load_into_buffer, peers_dir, local()), rows),
             "torch.load": (partial(load_pickled, peers_dir), rows),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[np.ndarray]] = {name: [] for name in ways}
         for _ in range(rounds + 1):  # the first round warms up
             for name, (work, items) in ways.items():
                 seconds[name].append(measure(pool, work, items))
         for descriptor in descriptors.values():
             os.close(descriptor)
-    return {name: min(times[1:]) for name, times in seconds.items()}
+    return {name: float(np.min(times[1:], axis=0).sum()) / THREADS for name, times in seconds.items()}
 
 
 def measure_cold(cache_dir: Path, rounds: int) -> dict[str, float]:
@@ -182,7 +186,7 @@ def measure_cold(cache_dir: Path, rounds: int) -> dict[str, float]:
         for _ in range(rounds):
             for path in shards:
                 drop_pages(path)
-            rates["reader, cold"].append(num_bytes / measure(pool, reader.read_batch, order[:, None]))
+            rates["reader, cold"].append(num_bytes * THREADS / measure(pool, reader.read_batch, order[:, None]).sum())
             rates["dd, direct"].append(read_with_dd(shards))
     return {name: max(found) for name, found in rates.items()}
 

@@ -19,8 +19,8 @@ from xxhash import xxh3_64
 from dflash_cache.cache.shards import ShardLayout, read_layout
 
 PAGE_BYTES = 4096
-_CACHED_PIECE_BYTES = 1 << 20  # a piece is hashed while it is in the second-level cache
-_DIRECT_PIECE_BYTES = 16 << 20  # a device is fast at long reads only
+_CACHED_PIECE_BYTES = 256 << 10  # a piece is hashed while it is in the second-level cache
+_DIRECT_PIECE_BYTES = 8 << 20  # a device is fast at long reads only
 
 
 class DamageError(Exception):
