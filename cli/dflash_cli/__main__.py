@@ -22,9 +22,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; a DFlashError ends as its sentence alone."""
-    from dflash_cli import convert, demo, evaluate, export, generate, inspect_buckets, train, verify
+    from dflash_cli import convert, demo, estimate, evaluate, export, generate, inspect_buckets, train, verify
 
-    for command in (convert, generate, inspect_buckets, verify, train, evaluate, export, demo):
+    for command in (convert, estimate, generate, inspect_buckets, verify, train, evaluate, export, demo):
         command.register(app)
     try:
         app()
