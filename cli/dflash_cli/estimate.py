@@ -82,7 +82,8 @@ def show(report: dict[str, Any]) -> None:
     if report["pays"]:
         console.print(
             f"It pays from {report['passes_until_it_pays']} passes over the data on (epochs × drafters), against "
-            "running the target in each."
+            "running the target in each.",
+            soft_wrap=True,
         )
     elif report["pays"] is False:
         console.print("It never pays in time: reading a pass from that storage takes longer than the target does.")
