@@ -17,8 +17,10 @@ from torch import Tensor
 from dflash_cache.cache.buffers import BufferPool
 from dflash_cache.cache.index import IndexColumns, index_fingerprint, open_index, split_columns
 from dflash_cache.cache.layout import Manifest, read_manifest
+from dflash_cache.cache.remote import RemoteShards, is_remote
 from dflash_cache.cache.shards import TORCH_DTYPES, ShardLayout, as_bytes
 from dflash_cache.cache.storage import DamageError, OpenShards
+from dflash_cache.config.settings import RemoteSettings
 from dflash_cache.errors import CacheError
 
 _MAX_IDLE_BUFFERS = 4  # those that wait between two batches; more come back only when the read-ahead shrinks
@@ -43,18 +45,27 @@ class CacheReader:
     """Random access to a cache's samples; any number of threads may call `read_batch` at once.
 
     `direct_io` reads past the page cache where that is possible (see `storage`): for caches larger than memory, on
-    disks that are faster than the page cache.
+    disks that are faster than the page cache. A URI as `cache_dir` is read through pyarrow.fs, as `remote` says.
     """
 
     def __init__(
-        self, cache_dir: Path, verify_checksums: bool = True, max_open_shards: int = 128, direct_io: bool = False
+        self,
+        cache_dir: Path | str,
+        verify_checksums: bool = True,
+        max_open_shards: int = 128,
+        direct_io: bool = False,
+        remote: RemoteSettings | None = None,
     ) -> None:
-        self._manifest = read_manifest(cache_dir)
-        table = open_index(cache_dir)
+        self._shards: OpenShards | RemoteShards
+        if is_remote(cache_dir):
+            self._shards = RemoteShards(str(cache_dir), remote or RemoteSettings())
+        else:
+            self._shards = OpenShards(Path(cache_dir), max_open_shards, direct_io)
+        self._manifest = read_manifest(self.tables_dir)
+        table = open_index(self.tables_dir)
         self._index = split_columns(table)
         self._fingerprint = index_fingerprint(table)
         self._verify_checksums = verify_checksums
-        self._shards = OpenShards(cache_dir, max_open_shards, direct_io)
         self._buffers = BufferPool(_MAX_IDLE_BUFFERS)
 
     def __enter__(self) -> Self:
@@ -66,6 +77,11 @@ class CacheReader:
     def close(self) -> None:
         """Close all shards, each as soon as no read uses it."""
         self._shards.close()
+
+    @property
+    def tables_dir(self) -> Path:
+        """Where manifest and index lie: the cache itself, or the local copy of a remote one's."""
+        return self._shards.tables_dir
 
     @property
     def manifest(self) -> Manifest:
@@ -123,7 +139,7 @@ class CacheReader:
         except (DamageError, OSError) as error:
             reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             raise CacheError(
-                f"Sample {self._index.sample[row]} cannot be read from shard {shard} of {self._shards.cache_dir} "
+                f"Sample {self._index.sample[row]} cannot be read from shard {shard} of {self._shards.place} "
                 f"({reason}): restore the shard from a copy, or run `dflash verify --full --repair` and then "
                 "`dflash generate`, which redoes what is damaged."
             ) from None

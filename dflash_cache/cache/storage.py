@@ -78,7 +78,8 @@ class OpenShards:
     """Recently used shards of a cache; at most `limit` are open, or as many as are in use at once."""
 
     def __init__(self, cache_dir: Path, limit: int, direct_io: bool = False) -> None:
-        self.cache_dir = cache_dir
+        self.tables_dir = cache_dir
+        self.place = str(cache_dir)
         self._limit = limit
         self._direct_io = direct_io
         self._lock = Lock()
@@ -88,7 +89,7 @@ class OpenShards:
     @contextmanager
     def borrow(self, name: str) -> Iterator[Shard]:
         """The shard, open at least until the block ends. Raises DamageError if it is missing or not whole."""
-        shard = self._take(name) or self._keep(name, open_shard(self.cache_dir / name, self._direct_io))
+        shard = self._take(name) or self._keep(name, open_shard(self.tables_dir / name, self._direct_io))
         try:
             yield shard
         finally:

@@ -169,6 +169,17 @@ class TrainSettings(Settings):
     keep_checkpoints: PositiveInt = 2
 
 
+class RemoteSettings(Settings):
+    """Reading a cache from an object store, where `cache_dir` is a URI: s3://…, gs://…, hdfs://…"""
+
+    connections: PositiveInt = Field(16, description="ranged reads in flight at once")
+    retry_seconds: NonNegativeFloat = Field(600.0, description="how long a read is tried again before training stops")
+    disk_cache_dir: str | None = Field(
+        None, description="local folder that keeps what was read, for the next epoch; one for each process"
+    )
+    disk_cache_bytes: PositiveInt = Field(1 << 38, description="its size at most; what was unused longest goes first")
+
+
 class WandbSettings(Settings):
     """Logging to Weights & Biases."""
 
@@ -191,7 +202,9 @@ class EvalSettings(Settings):
 class Config(Settings):
     """All settings of a project; each command reads its sections and ignores the others."""
 
-    cache_dir: str = Field(description="folder of the cache that generate writes and train reads")
+    cache_dir: str = Field(
+        description="folder of the cache that generate writes and train reads; train also takes a URI (s3://…)"
+    )
     run_dir: str = Field(description="folder of the training run: its plan, log and checkpoints")
     target: TargetSettings
     data: DataSettings
@@ -200,5 +213,6 @@ class Config(Settings):
     drafter: DrafterSettings = DrafterSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     train: TrainSettings = TrainSettings()
+    remote: RemoteSettings = RemoteSettings()
     wandb: WandbSettings = WandbSettings()
     eval: EvalSettings = EvalSettings()

@@ -79,7 +79,7 @@ def open_run(config: Config) -> Iterator[TrainingRun]:
     """
     settings = config.train
     device = resolve_device(settings.device)
-    with CacheReader(Path(config.cache_dir), settings.verify_checksums) as reader:
+    with CacheReader(config.cache_dir, settings.verify_checksums, remote=config.remote) as reader:
         files = TargetFiles(config.target)
         check_cache(reader, files, config)
         shape = shape_from_target(
