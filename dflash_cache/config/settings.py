@@ -163,6 +163,9 @@ class TrainSettings(Settings):
     reader_threads: PositiveInt = 2
     read_ahead_bytes: PositiveInt = Field(1 << 30, description="micro-batches read ahead of the step, at most")
     verify_checksums: bool = True
+    direct_io: bool = Field(
+        False, description="read states past the page cache, where rows lie on pages; for caches larger than memory"
+    )
     log_every: PositiveInt = Field(10, description="steps between two console lines; every step is in the JSONL file")
     validate_every: PositiveInt = Field(100, description="steps between two validations")
     checkpoint_every: PositiveInt = Field(200, description="steps between two checkpoints")

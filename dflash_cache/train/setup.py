@@ -79,7 +79,9 @@ def open_run(config: Config) -> Iterator[TrainingRun]:
     """
     settings = config.train
     device = resolve_device(settings.device)
-    with CacheReader(config.cache_dir, settings.verify_checksums, remote=config.remote) as reader:
+    with CacheReader(
+        config.cache_dir, settings.verify_checksums, direct_io=settings.direct_io, remote=config.remote
+    ) as reader:
         files = TargetFiles(config.target)
         check_cache(reader, files, config)
         shape = shape_from_target(
@@ -185,7 +187,7 @@ def make_optimizers(drafter: Drafter, settings: TrainSettings) -> list[torch.opt
 
 def identify(config: Config, reader: CacheReader, shape: dict[str, Any]) -> dict[str, Any]:
     """What decides a run's bits: the cache, the drafter, the objective, and the training settings but for logging."""
-    free = {"log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes"}
+    free = {"log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes", "direct_io"}
     train = config.train.model_dump(mode="json")
     return {
         "cache": reader.fingerprint,
