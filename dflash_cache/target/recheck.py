@@ -3,9 +3,10 @@
 A checksum proves that states are the ones that were written; only the target can say that they are the ones that
 should have been. Each sample runs alone, so agreement also shows that batches and padding left no trace. Rounding
 differs with batch shapes and devices: a layer agrees if the median over tokens of the relative difference stays below
-what its format explains (measured in bfloat16 on a 30-layer target, other batch shapes or float32: 0.013), and no
-token points elsewhere. A revision whose states differ by less than that cannot be told by its states; the manifest's
-fingerprint of the weights tells it. Costs a forward a sample; on a difference one more, with all layers kept.
+what its format explains (measured in bfloat16 on a 30-layer target, other batch shapes or float32: 0.013), no token
+points elsewhere, and neither neighbouring layer fits better. A revision whose states differ by less than that cannot
+be told by its states; the manifest's fingerprint of the weights tells it. Costs a forward a sample; on a difference
+one more, with all layers kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from dflash_cache.cache.layout import Manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.config.dtypes import Dtype
+from dflash_cache.errors import TargetError
 from dflash_cache.target.capture import capture_states
 from dflash_cache.target.load import Target, text_model
 
@@ -80,6 +82,13 @@ def recheck(
     `progress` gets samples done and all. Raises CacheError if a sample cannot be read.
     """
     manifest, index = reader.manifest, reader.index
+    if target.config.hidden_size != manifest.hidden_size or len(target.layers) != manifest.target_num_layers:
+        raise TargetError(
+            f"The cache is of a target of {manifest.target_num_layers} layers of {manifest.hidden_size}, this one has "
+            f"{len(target.layers)} of {target.config.hidden_size}: name the target that made the cache."
+        )
+    around = _list_around(manifest.layer_ids, len(target.layers))
+    wider = replace(target, layer_ids=around)
     count = min(num_samples, len(index.sample))
     rows = np.sort(np.random.default_rng(seed).choice(len(index.sample), count, replace=False))
     comparisons: list[list[_Comparison]] = []
@@ -90,11 +99,17 @@ def recheck(
         progress(done, count)
         batch = reader.read_batch(np.array([row]))
         cached_TLH, ids_T = batch.hidden_STLH[0].to(target.device), batch.input_ids[0]
-        own_TLH = capture_states(target, ids_T[None], batch.length)[0]
-        compared = [_Comparison(cached_TLH[:, place], own_TLH[:, place]) for place in range(cached_TLH.shape[1])]
+        around_TLH = capture_states(wider, ids_T[None], batch.length)[0]
+        own = {layer_id: around_TLH[:, place] for place, layer_id in enumerate(around)}
+        compared = [_Comparison(cached_TLH[:, i], own[layer_id]) for i, layer_id in enumerate(manifest.layer_ids)]
         comparisons.append(compared)
         tolerance = TOLERANCES[manifest.dtype]
-        wrong = [place for place, comparison in enumerate(compared) if not comparison.agrees(tolerance)]
+        wrong = [
+            i
+            for i, layer_id in enumerate(manifest.layer_ids)
+            if not compared[i].agrees(tolerance)
+            or _is_nearer_to_neighbour(cached_TLH[:, i], layer_id, own, compared[i])
+        ]
         if wrong:
             passes = _AllStates(target, ids_T) if len({fault.sample for fault in faults}) < _MAX_EXPLAINED else None
             for place in wrong:
@@ -102,7 +117,7 @@ def recheck(
                 shard = index.shard_names[index.shard[row]]
                 faults.append(StateFault(int(index.sample[row]), shard, manifest.layer_ids[place], reason))
         if keeps_last:
-            agreeing += _count_same_argmax(target, ids_T, cached_TLH[:, -1], own_TLH[:, -1])
+            agreeing += _count_same_argmax(target, ids_T, cached_TLH[:, -1], own[around[-1]])
     progress(count, count)
     num_tokens = int(index.length[rows].sum())
     return Recheck(
@@ -113,6 +128,17 @@ def recheck(
         head_agreement=agreeing / num_tokens if keeps_last else None,
         other_target=_compare_fingerprints(manifest, target),
     )
+
+
+def _list_around(layer_ids: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """The layers and their neighbours, ascending."""
+    return tuple(sorted({k for layer_id in layer_ids for k in range(layer_id - 1, layer_id + 2) if 0 <= k < depth}))
+
+
+def _is_nearer_to_neighbour(cached_TH: Tensor, layer_id: int, own: dict[int, Tensor], found: "_Comparison") -> bool:
+    """Whether the layer before or after fits better: in deep targets a layer changes less than the tolerance."""
+    neighbours = [own[k] for k in (layer_id - 1, layer_id + 1) if k in own]
+    return any(_Comparison(cached_TH, other).relative_difference < found.relative_difference for other in neighbours)
 
 
 def explain(cached_TH: Tensor, layer_id: int, states: "_AllStates | None", tolerance: float) -> str:

@@ -18,9 +18,10 @@ from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.shards import ShardWriter
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.config.settings import TargetSettings
+from dflash_cache.errors import TargetError
 from dflash_cache.target.capture import capture_states
 from dflash_cache.target.load import Target, load_target
-from dflash_cache.target.recheck import Recheck, recheck
+from dflash_cache.target.recheck import TOLERANCES, Recheck, recheck
 
 LAYERS = (0, 2, 5)
 LENGTHS = (7, 19, 12, 30, 3)
@@ -123,6 +124,32 @@ def test_layers_shifted_by_one_are_named(tmp_path: Path, llama_folder: Path, shi
     found = run(write_cache(tmp_path, target, states_of(target, wrong)), target)
     assert reasons(found, 2) == {f"they are the output of layer {2 + shift}: shifted by 1 layer"}
     assert {fault.sample for fault in found.faults} == set(range(len(LENGTHS)))
+
+
+def test_a_shift_is_found_where_a_layer_changes_less_than_the_tolerance(tmp_path: Path, llama_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight.mul_(0.005)
+    shutil.copytree(llama_folder, tmp_path / "calm")
+    model.save_pretrained(tmp_path / "calm")
+    target = load(tmp_path / "calm", "bfloat16")
+    shifted = run(write_cache(tmp_path / "shifted", target, states_of(target, (1, 3, 4)), "bfloat16"), target)
+    assert max(layer.relative_difference for layer in shifted.layers) < TOLERANCES["bfloat16"]
+    assert reasons(shifted, 2) == {"they are the output of layer 3: shifted by 1 layer"}
+    assert reasons(shifted, 5) == {"they are the output of layer 4: shifted by 1 layer"}
+    assert run(write_cache(tmp_path / "honest", target, states_of(target), "bfloat16"), target).is_right
+
+
+def test_a_target_of_another_shape_is_refused(tmp_path: Path, llama_folder: Path) -> None:
+    target = load(llama_folder)
+    cache = write_cache(tmp_path, target, states_of(target))
+    with CacheReader(cache) as reader:
+        other = replace(reader.manifest, target_num_layers=9)
+    write_manifest(cache, other)
+    with pytest.raises(TargetError, match="a target of 9 layers of 32, this one has 6 of 32"):
+        run(cache, target)
 
 
 def test_the_usual_shift_of_hidden_states_by_the_embeddings_is_named(tmp_path: Path, llama_folder: Path) -> None:
