@@ -22,9 +22,12 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; a DFlashError ends as its sentence alone."""
-    from dflash_cli import convert, demo, evaluate, export, generate, import_dumps, inspect_buckets, train
+    from dflash_cli import (
+        convert, demo, estimate, evaluate, export, generate, import_dumps, inspect_buckets, train, verify,
+    )  # fmt: skip
 
-    for command in (convert, generate, import_dumps, inspect_buckets, train, evaluate, export, demo):
+    commands = (convert, estimate, generate, import_dumps, inspect_buckets, verify, train, evaluate, export, demo)
+    for command in commands:
         command.register(app)
     try:
         app()

@@ -9,6 +9,7 @@ import typer
 from dflash_cache.cache.layout import Manifest
 from dflash_cache.config.loading import dump_config, load_config
 from dflash_cache.config.settings import Config
+from dflash_cache.errors import ConfigError
 from dflash_cache.target.observer import Estimate, Observer
 from dflash_cli.console import WorkProgress, console, show_bytes
 from dflash_cli.options import ConfigFile, Overrides, Strict
@@ -27,11 +28,18 @@ def register(app: typer.Typer) -> None:
 def generate_cache(config: Config) -> tuple[Manifest, "GenerateConsole"]:
     """Fill the cache, showing what happens; returns its manifest and the figures shown."""
     from dflash_cache.cache.files import write_atomically
+    from dflash_cache.cache.remote import is_remote
+    from dflash_cache.cache.seal import BLANK_SEAL, seal_bytes
     from dflash_cache.target.generate import generate
 
+    if is_remote(config.cache_dir):
+        raise ConfigError(
+            "generate writes to a folder: set cache_dir to one, and copy the finished cache to the store."
+        )
     with GenerateConsole() as shown:
         manifest = generate(config, shown)
-    write_atomically(Path(config.cache_dir) / "config.yaml", dump_config(config).encode())
+    text = f"{dump_config(config)}# {BLANK_SEAL}\n"
+    write_atomically(Path(config.cache_dir) / "config.yaml", seal_bytes(text.encode()))
     console.print(f"The cache {config.cache_dir} is complete: {manifest.num_samples:,} samples.")
     return manifest, shown
 

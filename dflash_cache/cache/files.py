@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dflash_cache.cache.seal import BLANK_SEAL, seal_bytes
 from dflash_cache.errors import CacheError
 
 _SUFFIX = ".partial"
@@ -48,11 +49,11 @@ def atomic_file(path: Path) -> Iterator[FileIO]:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Make `path` a parquet file of `table`, all at once. Raises CacheError if it cannot."""
+    """Make `path` a sealed parquet file of `table`, all at once. Raises CacheError if it cannot."""
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    with atomic_file(path) as file:
-        write_all(file, memoryview(sink.getvalue()).cast("B"))
+    metadata = {**(table.schema.metadata or {}), "seal": BLANK_SEAL}
+    pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
+    write_atomically(path, seal_bytes(sink.getvalue().to_pybytes()))
 
 
 def write_all(file: FileIO, data: memoryview) -> None:

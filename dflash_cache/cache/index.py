@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from xxhash import xxh3_64
 
 from dflash_cache.cache.files import explain_write_errors, flush_folder, write_table
 from dflash_cache.cache.layout import index_dir
+from dflash_cache.cache.seal import read_sealed_table
 from dflash_cache.errors import CacheError
 
 SCHEMA = pa.schema(
@@ -109,26 +109,17 @@ def split_columns(table: pa.Table) -> IndexColumns:
     return IndexColumns(**arrays, shard_names=tuple(encoded.dictionary.to_pylist()))
 
 
-def _read_rows(cache_dir: Path) -> tuple[pa.Table, list[Path]]:
-    """Rows of all index files, ascending by sample, each sample once; and the files they came from."""
-    for _ in range(_ATTEMPTS):
-        # The consolidated file first: of a sample's two rows, the first wins, before and after consolidation.
-        folder = index_dir(cache_dir)
-        paths = [folder / _CONSOLIDATED] if (folder / _CONSOLIDATED).exists() else []
-        paths += sorted(folder.glob("fragment-*.parquet"))
-        try:
-            tables = [_read_table(path) for path in paths]
-        except FileNotFoundError:  # consolidated since the folder was listed: list it again
-            continue
-        table = pa.concat_tables([SCHEMA.empty_table(), *tables])
-        _, first = np.unique(table["sample"].to_numpy(), return_index=True)
-        return table.take(pa.array(first)), paths
-    raise CacheError(f"The index of {cache_dir} keeps changing: wait until `dflash generate` has ended.")
+def list_index_files(cache_dir: Path) -> list[Path]:
+    """The consolidated file, if there is one, then the fragments by name."""
+    folder = index_dir(cache_dir)
+    consolidated = [folder / _CONSOLIDATED] if (folder / _CONSOLIDATED).exists() else []
+    return consolidated + sorted(folder.glob("fragment-*.parquet"))
 
 
-def _read_table(path: Path) -> pa.Table:
+def read_index_file(path: Path) -> pa.Table:
+    """One file's rows (SCHEMA). Raises CacheError if it is damaged, FileNotFoundError if it is gone."""
     try:
-        table = pq.read_table(path, partitioning=None)
+        table = read_sealed_table(path)
         if not table.schema.equals(SCHEMA):
             raise pa.ArrowInvalid("unexpected columns")
     except FileNotFoundError:
@@ -139,3 +130,38 @@ def _read_table(path: Path) -> pa.Table:
             "delete it and run `dflash generate`, which redoes the samples it listed."
         ) from None
     return table
+
+
+def jobs_of(cache_dir: Path, samples: np.ndarray) -> np.ndarray:
+    """The jobs (int32, ascending) whose rows list any of these samples."""
+    table, _ = _read_rows(cache_dir)
+    listed = np.isin(table["sample"].to_numpy(), samples)
+    jobs: np.ndarray = np.unique(table["job"].to_numpy()[listed])
+    return jobs
+
+
+def remove_jobs(cache_dir: Path, jobs: np.ndarray) -> int:
+    """Take all rows of these jobs out of the index, all at once; returns how many there were.
+
+    The next `dflash generate` redoes them whole. Not while one is running: it holds rows that this cannot see.
+    """
+    consolidate(cache_dir)  # a row left in a fragment would come back
+    table, _ = _read_rows(cache_dir)
+    kept = table.filter(pa.array(~np.isin(table["job"].to_numpy(), jobs)))
+    write_table(index_dir(cache_dir) / _CONSOLIDATED, kept)
+    return int(table.num_rows - kept.num_rows)
+
+
+def _read_rows(cache_dir: Path) -> tuple[pa.Table, list[Path]]:
+    """Rows of all index files, ascending by sample, each sample once; and the files they came from."""
+    for _ in range(_ATTEMPTS):
+        # The consolidated file first: of a sample's two rows, the first wins, before and after consolidation.
+        paths = list_index_files(cache_dir)
+        try:
+            tables = [read_index_file(path) for path in paths]
+        except FileNotFoundError:  # consolidated since the folder was listed: list it again
+            continue
+        table = pa.concat_tables([SCHEMA.empty_table(), *tables])
+        _, first = np.unique(table["sample"].to_numpy(), return_index=True)
+        return table.take(pa.array(first)), paths
+    raise CacheError(f"The index of {cache_dir} keeps changing: wait until `dflash generate` has ended.")

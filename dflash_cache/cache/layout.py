@@ -4,6 +4,7 @@ The manifest is written first and atomically, so a folder without one is not a c
 version does not know (another format, a missing or unknown key), each in one sentence that says what to do.
 """
 
+import io
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dflash_cache.cache.files import write_atomically
+from dflash_cache.cache.seal import BLANK_SEAL, check_seal, seal_bytes
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.config.settings import NonNegativeInt, PositiveInt
 from dflash_cache.errors import CacheError
@@ -59,7 +61,8 @@ def read_manifest(cache_dir: Path) -> Manifest:
     """
     path = manifest_path(cache_dir)
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        tree = json.loads(data.decode())
     except (FileNotFoundError, NotADirectoryError):
         raise CacheError(f"There is no cache at {cache_dir}: run `dflash generate` first.") from None
     except OSError as error:
@@ -68,21 +71,25 @@ def read_manifest(cache_dir: Path) -> Manifest:
         raise _damaged(path, f"is not valid JSON ({error})") from None
     if not isinstance(tree, dict):
         raise _damaged(path, "does not hold a JSON object")
+    has_seal = tree.pop("seal", None) is not None  # there were caches before there were seals
     _refuse_other_format(cache_dir, tree)
     missing = [entry.name for entry in fields(Manifest) if entry.name not in tree]
     if missing:
         raise _damaged(path, f"lacks {', '.join(missing)}")
     try:
-        return TypeAdapter(Manifest).validate_json(json.dumps(tree))
+        manifest = TypeAdapter(Manifest).validate_json(json.dumps(tree))
     except ValidationError as error:
         details = [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()]
         raise _damaged(path, f"has wrong entries ({'; '.join(details)})") from None
+    if has_seal and check_seal(io.BytesIO(data)) != "whole":
+        raise _damaged(path, "is not as it was written, a bit of it or a hand has changed")
+    return manifest
 
 
 def write_manifest(cache_dir: Path, manifest: Manifest) -> None:
     """Write the manifest atomically, making the folder if need be."""
-    text = json.dumps(asdict(manifest), indent=2, ensure_ascii=False)
-    write_atomically(manifest_path(cache_dir), f"{text}\n".encode())
+    text = json.dumps({**asdict(manifest), "seal": BLANK_SEAL}, indent=2, ensure_ascii=False)
+    write_atomically(manifest_path(cache_dir), seal_bytes(f"{text}\n".encode()))
 
 
 def difference(was: Manifest, now: Manifest) -> list[str]:
@@ -155,3 +162,8 @@ def _damaged(path: Path, what: str) -> CacheError:
 
 def _show(value: object) -> str:
     return "none" if value is None else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def bucket_of_shard(name: str) -> int:
+    """The bucket that a shard's name speaks of."""
+    return int(name.partition("/")[0].removeprefix("bucket-"))

@@ -157,13 +157,16 @@ def read_layout(descriptor: int) -> ShardLayout:
 
     Raises ValueError, saying what is wrong, if it is not a whole shard of ours; OSError if it cannot be read.
     """
-    size = os.fstat(descriptor).st_size
-    prefix = os.pread(descriptor, 8, 0)
-    header_bytes = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or header_bytes > DATA_BEGIN - 8:
+    return parse_layout(os.pread(descriptor, DATA_BEGIN, 0), os.fstat(descriptor).st_size)
+
+
+def parse_layout(head: bytes, size: int) -> ShardLayout:
+    """The same from a shard's first 4,096 bytes and its size."""
+    header_bytes = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or header_bytes > DATA_BEGIN - 8:
         raise ValueError("it does not begin with a shard's header")
     try:
-        header = json.loads(os.pread(descriptor, header_bytes, 8))
+        header = json.loads(head[8 : 8 + header_bytes])
         hidden, ids, mask = (header[name] for name in ("hidden_states", "input_ids", "loss_mask"))
         code, (num_tokens, num_layers, hidden_size) = hidden["dtype"], hidden["shape"]
         begins = [8 + header_bytes + tensor["data_offsets"][0] for tensor in (hidden, ids, mask)]

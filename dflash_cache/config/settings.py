@@ -163,10 +163,24 @@ class TrainSettings(Settings):
     reader_threads: PositiveInt = Field(2, description="threads that read ahead, on each rank")
     read_ahead_bytes: PositiveInt = Field(1 << 30, description="of micro-batches read ahead at most, on each rank")
     verify_checksums: bool = True
+    direct_io: bool = Field(
+        False, description="read states past the page cache, where rows lie on pages; for caches larger than memory"
+    )
     log_every: PositiveInt = Field(10, description="steps between two console lines; every step is in the JSONL file")
     validate_every: PositiveInt = Field(100, description="steps between two validations")
     checkpoint_every: PositiveInt = Field(200, description="steps between two checkpoints")
     keep_checkpoints: PositiveInt = 2
+
+
+class RemoteSettings(Settings):
+    """Reading a cache from an object store, where `cache_dir` is a URI: s3://…, gs://…, hdfs://…"""
+
+    connections: PositiveInt = Field(16, description="ranged reads in flight at once")
+    retry_seconds: NonNegativeFloat = Field(600.0, description="how long a read is tried again before training stops")
+    disk_cache_dir: str | None = Field(
+        None, description="local folder that keeps what was read, for the next epoch; one for each process"
+    )
+    disk_cache_bytes: PositiveInt = Field(1 << 38, description="its size at most; what was unused longest goes first")
 
 
 class WandbSettings(Settings):
@@ -191,7 +205,9 @@ class EvalSettings(Settings):
 class Config(Settings):
     """All settings of a project; each command reads its sections and ignores the others."""
 
-    cache_dir: str = Field(description="folder of the cache that generate writes and train reads")
+    cache_dir: str = Field(
+        description="folder of the cache that generate writes and train reads; train also takes a URI (s3://…)"
+    )
     run_dir: str = Field(description="folder of the training run: its plan, log and checkpoints")
     target: TargetSettings
     data: DataSettings
@@ -200,5 +216,6 @@ class Config(Settings):
     drafter: DrafterSettings = DrafterSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     train: TrainSettings = TrainSettings()
+    remote: RemoteSettings = RemoteSettings()
     wandb: WandbSettings = WandbSettings()
     eval: EvalSettings = EvalSettings()

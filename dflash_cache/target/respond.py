@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from dflash_cache.cache.files import write_atomically, write_table
+from dflash_cache.cache.seal import BLANK_SEAL, read_sealed_table, seal_bytes
 from dflash_cache.config.settings import RespondSettings
 from dflash_cache.errors import CacheError
 from dflash_cache.target.kv_cache import make_cache
@@ -191,12 +191,13 @@ def _claim_folder(folder: Path, plan: dict[str, Any]) -> None:
         if not isinstance(was, dict):
             raise ValueError("no JSON object")
     except FileNotFoundError:
-        write_atomically(path, f"{json.dumps(plan, indent=2)}\n".encode())
+        write_atomically(path, seal_bytes(f"{json.dumps({**plan, 'seal': BLANK_SEAL}, indent=2)}\n".encode()))
         return
     except (OSError, ValueError) as error:
         raise CacheError(
             f"The answers' plan {path} cannot be read ({error}): delete the folder {folder} to make the answers anew."
         ) from None
+    was.pop("seal", None)
     names = [name for name in {**plan, **was} if was.get(name) != plan.get(name)]
     if names:
         changes = "; ".join(f"{name}: was {was.get(name)}, is {plan.get(name)}" for name in names)
@@ -213,7 +214,7 @@ def _write_batch(path: Path, members: list[int], replies: list[list[int]]) -> No
 
 def _read_batch(path: Path, members: list[int]) -> list[list[int]]:
     try:
-        table = pq.read_table(path, partitioning=None)
+        table = read_sealed_table(path)
         if not table.schema.equals(SCHEMA) or table["prompt"].to_pylist() != members:
             raise pa.ArrowInvalid("unexpected columns or prompts")
     except (pa.ArrowException, OSError) as error:

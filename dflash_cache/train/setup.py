@@ -99,7 +99,9 @@ def open_run(config: Config, ranks: Ranks | None = None) -> Iterator[TrainingRun
     settings = config.train
     ranks = ranks or Ranks(resolve_device(settings.device))
     device = ranks.device
-    with CacheReader(Path(config.cache_dir), settings.verify_checksums) as reader:
+    with CacheReader(
+        config.cache_dir, settings.verify_checksums, direct_io=settings.direct_io, remote=config.remote
+    ) as reader:
         files = TargetFiles(config.target)
         check_cache(reader, files, config)
         shape = shape_from_target(
@@ -212,7 +214,10 @@ def identify(run: TrainingRun) -> dict[str, Any]:
     order stands for all that it is made with, down to numpy's random numbers.
     """
     config, ranks = run.config, run.ranks
-    free = {"accumulation", "log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes"}
+    free = {
+        "accumulation", "log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes",
+        "direct_io",
+    }  # fmt: skip
     train = config.train.model_dump(mode="json")
     shape = run.drafter.shape.to_dict()
     plan = run.plan(0)

@@ -115,6 +115,29 @@ def test_any_rows_of_any_lengths_come_back(lengths: list[int], per_shard: int, d
         assert_batch_equals(Path(folder), samples, rows)
 
 
+def test_direct_reads_give_the_same_bits_whether_rows_lie_on_pages_or_not(tmp_path: Path) -> None:
+    for name, hidden_size in (("pages", 1024), ("odd", 36)):
+        cache_dir = tmp_path / name
+        manifest = replace(MANIFEST, hidden_size=hidden_size)
+        write_manifest(cache_dir, manifest)
+        states = torch.randn(9, L, hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+        ids, mask = torch.arange(9), torch.ones(9, dtype=torch.bool)
+        with ShardWriter(shard_path(cache_dir, 0, 0), 0, L, hidden_size, "bfloat16") as writer:
+            placed = [writer.append(ids[:n], mask[:n], states[:n]) for n in (9, 4, 7)]
+            writer.commit()
+        columns = {"sample": [0, 1, 2], "row": [0, 9, 13], "length": [9, 4, 7], "loss_tokens": [9, 4, 7]}
+        constant = {"bucket": [0] * 3, "shard": [shard_name(0, 0)] * 3, "job": [0] * 3}
+        checksums = pa.array([checksum for _, checksum in placed], pa.uint64())
+        commit_fragment(cache_dir, pa.table({**columns, **constant, "checksum": checksums}), "a")
+        with CacheReader(cache_dir, direct_io=True) as direct, CacheReader(cache_dir) as plain:
+            for rows in ([2, 0, 1], [1], [1, 2]):
+                found, expected = direct.read_batch(np.array(rows)), plain.read_batch(np.array(rows))
+                assert all(
+                    torch.equal(*pair) for pair in zip(vars(found).values(), vars(expected).values(), strict=True)
+                )
+            assert torch.equal(plain.read_batch(np.array([2])).hidden_STLH[0], states[:7])
+
+
 def test_the_readers_columns_are_those_of_the_index(tmp_path: Path) -> None:
     samples = make_cache(tmp_path, [5, 1, 17, 8])
     with CacheReader(tmp_path) as reader:
@@ -145,8 +168,8 @@ def test_one_flipped_bit_is_caught_with_shard_and_sample_named(tmp_path: Path, t
             reader.read_batch(np.array([0, 1, 2]))
     assert str(caught.value) == (
         f"Sample 10 cannot be read from shard bucket-0/shard-000000.safetensors of {tmp_path} "
-        "(its checksum is not the index's): run `dflash verify` to list all damage, then restore those shards from "
-        "a copy or generate the cache anew."
+        "(its checksum is not the index's): restore the shard from a copy, or run `dflash verify --full --repair` "
+        "and then `dflash generate`, which redoes what is damaged."
     )
     with CacheReader(tmp_path, verify_checksums=False) as reader:
         reader.read_batch(np.array([0, 1, 2]))

@@ -1,0 +1,269 @@
+"""How fast samples come out of a cache, against a plain `preadv` loop over the same bytes and against peers' files.
+
+Samples of 64 to 4,096 tokens, 40,960 bytes a token (five layers of 4,096 in bfloat16), two threads, warm page cache;
+all ways run alternately in one process, both threads always at the same way, and each read's median over the rounds
+counts, so that the ratios survive a machine whose speed drifts. Where others use the processors too, the ratios of
+the threads' own processor time tell more (waiting for the GIL is not in them). Cold: the shards' pages are dropped
+from the page cache (as `posix_fadvise` can, without privileges) and the reader reads past it; `dd` with direct I/O
+reads the same files into one small buffer.
+
+    python benchmarks/read.py [--gigabytes 1.2 --rounds 9 --folder DIR] [--json]
+
+*warm_over_preadv*: samples one by one, checksum off. *warm_checked_over_preadv*: checksum on. *over_safetensors*,
+*over_torch_load*: checked, against a file a sample (loaded and copied out of its mapping; loaded). *batches_over_
+preadv*: padded micro-batches, checksum off, only the samples' own bytes counted. *cold_over_direct*: checksum on.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import local
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+from dflash_cache.cache.index import commit_fragment
+from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
+from dflash_cache.cache.reader import CacheReader
+from dflash_cache.cache.shards import DATA_BEGIN, ShardWriter
+from dflash_cache.data.plan import BatchLimits, plan_epoch
+
+L, H, TOKEN_BYTES = 5, 4096, 40_960
+SHORTEST, LONGEST = 64, 4096
+BOUNDS = (128, 256, 512, 1024, 2048, 4096)
+TOKEN_BUDGET = 4096
+THREADS = 2
+GOALS = {
+    "warm_over_preadv": 0.85,
+    "warm_checked_over_preadv": 0.6,
+    "over_safetensors": 1.6,
+    "over_torch_load": 2.4,
+    "batches_over_preadv": 0.75,
+    "cold_over_direct": 0.9,
+}
+
+
+def make_cache(cache_dir: Path, peers_dir: Path, num_bytes: float) -> None:
+    """Samples of log-uniform length, a shard a bucket; and the same as a file a sample, in both peers' formats."""
+    random = np.random.default_rng(0)
+    lengths: list[int] = []
+    while sum(lengths) * TOKEN_BYTES < num_bytes:
+        lengths.append(round(np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST)))))
+    bucket_N = np.searchsorted(BOUNDS, lengths)
+    write_manifest(cache_dir, make_manifest(len(lengths)))
+    states = torch.from_numpy(random.integers(0, 2**15, (LONGEST, L, H), np.int16)).view(torch.bfloat16)
+    rows: list[dict[str, Any]] = []
+    for bucket in np.unique(bucket_N).tolist():
+        with ShardWriter(shard_path(cache_dir, bucket, 0), bucket, L, H, "bfloat16") as writer:
+            for sample in np.flatnonzero(bucket_N == bucket).tolist():
+                length = lengths[sample]
+                ids, mask = torch.arange(length), torch.ones(length, dtype=torch.bool)
+                row, checksum = writer.append(ids, mask, states[:length])
+                place = {"sample": sample, "bucket": bucket, "shard": shard_name(bucket, 0), "row": row}
+                rows.append({**place, "length": length, "loss_tokens": length, "checksum": checksum, "job": bucket})
+                tensors = {"hidden_states": states[:length].clone(), "input_ids": ids}
+                save_file(tensors, peers_dir / f"{sample}.safetensors")
+                torch.save(tensors, peers_dir / f"{sample}.pt")
+            writer.commit()
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    commit_fragment(cache_dir, pa.table(columns | {"checksum": pa.array(columns["checksum"], pa.uint64())}), "all")
+
+
+def make_manifest(num_samples: int) -> Manifest:
+    """A manifest of the right sizes, of no target."""
+    unknown = dict.fromkeys(
+        ("target_model", "target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "data_fingerprint"), "-"
+    )
+    return Manifest(
+        tool_version="-",
+        target_revision=None,
+        mask_rule="-",
+        layer_ids=tuple(range(L)),
+        target_num_layers=L,
+        hidden_size=H,
+        vocab_size=LONGEST,
+        dtype="bfloat16",
+        bucket_bounds=BOUNDS,
+        max_length=LONGEST,
+        num_samples=num_samples,
+        order_seed=0,
+        **unknown,
+    )
+
+
+def read_plainly(reader: CacheReader, descriptors: dict[str, int], place: local, row: int) -> None:
+    """The same byte ranges with `preadv` alone, into one buffer a thread."""
+    if not hasattr(place, "buffer"):
+        place.buffer = np.empty(LONGEST * TOKEN_BYTES, np.uint8)  # on huge pages, as numpy asks for them
+    index = reader.index
+    name = index.shard_names[index.shard[row]]
+    begin, length = int(index.row[row]), int(index.length[row])
+    num_tokens = (os.fstat(descriptors[name]).st_size - DATA_BEGIN) // (TOKEN_BYTES + 5)
+    offset = DATA_BEGIN
+    for item_bytes in (TOKEN_BYTES, 4, 1):
+        os.preadv(descriptors[name], [place.buffer[: length * item_bytes].data], offset + begin * item_bytes)
+        offset += num_tokens * item_bytes
+
+
+def load_safetensors(peers_dir: Path, row: int) -> None:
+    """A file a sample, copied out of its mapping into fresh memory, as collators do."""
+    load_file(peers_dir / f"{row}.safetensors")["hidden_states"].clone()
+
+
+def load_into_buffer(peers_dir: Path, place: local, row: int) -> None:
+    """The same into one buffer a thread, as no peer's collator does: to see what the reuse alone is worth."""
+    if not hasattr(place, "states"):
+        place.states = torch.empty(LONGEST, L, H, dtype=torch.bfloat16)
+    states = load_file(peers_dir / f"{row}.safetensors")["hidden_states"]
+    place.states[: len(states)].copy_(states)
+
+
+def load_pickled(peers_dir: Path, row: int) -> None:
+    """A file a sample, as `torch.load` gives it."""
+    torch.load(peers_dir / f"{row}.pt", weights_only=True)
+
+
+def measure(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Sequence[Any]) -> np.ndarray:
+    """(N, 2): seconds and the thread's own processor seconds of `work` for each item, on the pool's threads at once.
+
+    Results are dropped as they come.
+    """
+
+    def timed(item: Any) -> tuple[float, float]:
+        started, processor = time.perf_counter(), time.thread_time()
+        work(item)
+        return time.perf_counter() - started, time.thread_time() - processor
+
+    return np.array(list(pool.map(timed, items)))
+
+
+def measure_warm(cache_dir: Path, peers_dir: Path, rounds: int) -> dict[str, tuple[float, float]]:
+    """Seconds and processor seconds of each way for all samples, two threads at once: each read's median, summed."""
+    with (
+        CacheReader(cache_dir, verify_checksums=False) as reader,
+        CacheReader(cache_dir) as checked,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+        index = reader.index
+        descriptors = {name: os.open(cache_dir / name, os.O_RDONLY) for name in index.shard_names}
+        plan = plan_epoch(index.length, index.bucket, BatchLimits(TOKEN_BUDGET, 64), 0, 0)
+        rows = plan.rows.tolist()
+        batches = [plan.rows_of(i) for i in range(plan.num_micro_batches)]
+        ways: dict[str, tuple[Callable[[Any], object], list[Any]]] = {
+            "preadv": (partial(read_plainly, reader, descriptors, local()), rows),
+            "reader": (reader.read_batch, [np.array([row]) for row in rows]),
+            "reader, checked": (checked.read_batch, [np.array([row]) for row in rows]),
+            "micro-batches": (reader.read_batch, batches),
+            "safetensors": (partial(load_safetensors, peers_dir), rows),
+            "safetensors, reused buffer": (partial(load_into_buffer, peers_dir, local()), rows),
+            "torch.load": (partial(load_pickled, peers_dir), rows),
+        }
+        seconds: dict[str, list[np.ndarray]] = {name: [] for name in ways}
+        for _ in range(rounds + 1):  # the first round warms up
+            for name, (work, items) in ways.items():
+                seconds[name].append(measure(pool, work, items))
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    typical = {name: np.median(times[1:], axis=0).sum(axis=0) / THREADS for name, times in seconds.items()}
+    return {name: (float(wall), float(processor)) for name, (wall, processor) in typical.items()}
+
+
+def measure_cold(cache_dir: Path, rounds: int) -> dict[str, float]:
+    """Best bytes a second of `dd` with direct I/O over the shards, and of the reader past the page cache."""
+    shards = sorted(cache_dir.glob("bucket-*/*.safetensors"), key=lambda path: -path.stat().st_size)
+    rates: dict[str, list[float]] = {"dd, direct": [], "reader, cold": []}
+    with CacheReader(cache_dir, direct_io=True) as reader, ThreadPoolExecutor(THREADS) as pool:
+        num_bytes = int(reader.index.length.sum(dtype=np.int64)) * TOKEN_BYTES
+        order = np.lexsort((reader.index.row, reader.index.shard))
+        for _ in range(rounds):
+            for path in shards:
+                drop_pages(path)
+            rates["reader, cold"].append(
+                num_bytes * THREADS / measure(pool, reader.read_batch, order[:, None])[:, 0].sum()
+            )
+            rates["dd, direct"].append(read_with_dd(shards))
+    return {name: max(found) for name, found in rates.items()}
+
+
+def drop_pages(path: Path) -> None:
+    """Let the page cache forget a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def read_with_dd(paths: list[Path]) -> float:
+    """Bytes a second over whole files, by dd's own figures."""
+    num_bytes = seconds = 0.0
+    for path in paths:
+        command = ["dd", f"if={path}", "of=/dev/null", "bs=8M", "iflag=direct"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, env={"LC_ALL": "C"}).stderr
+        found = re.search(r"(\d+) bytes.*copied, ([\d.e-]+) s", shown)
+        assert found is not None, shown
+        num_bytes, seconds = num_bytes + int(found[1]), seconds + float(found[2])
+    return num_bytes / seconds
+
+
+def main() -> None:
+    """Print a table, and with --json one object of figures as the last line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", help="where files are made, and removed in the end; default: the system's")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the two threads are the readers'
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        cache_dir, peers_dir = Path(folder) / "cache", Path(folder) / "peers"
+        peers_dir.mkdir()
+        make_cache(cache_dir, peers_dir, arguments.gigabytes * 1e9)
+        seconds = measure_warm(cache_dir, peers_dir, arguments.rounds)
+        with CacheReader(cache_dir) as reader:
+            num_bytes = int(reader.index.length.sum(dtype=np.int64)) * TOKEN_BYTES
+        cold = measure_cold(cache_dir, arguments.rounds)
+    wall = {name: num_bytes / took for name, (took, _) in seconds.items()} | cold
+    processor = {name: num_bytes / took for name, (_, took) in seconds.items()}
+    figures, undisturbed = compare(wall), compare(processor)
+    console = Console()
+    table = Table("way", "GB/s", "of processor time", box=None)
+    for name, rate in wall.items():
+        table.add_row(name, f"{rate / 1e9:.2f}", f"{processor[name] / 1e9:.2f}" if name in processor else "")
+    console.print(table)
+    table = Table("figure", "ratio", "of processor time", "goal", box=None)
+    for name, ratio in figures.items():
+        shown = f"{undisturbed[name]:.2f}" if name in undisturbed else ""
+        table.add_row(name, f"{ratio:.2f}", shown, f"≥ {GOALS[name]}")
+    console.print(table)
+    if arguments.json:
+        print(json.dumps({**figures, "of_processor_time": undisturbed, "bytes_per_second": wall}))
+
+
+def compare(rates: dict[str, float]) -> dict[str, float]:
+    """The named figures, as far as the rates go."""
+    pairs = {
+        "warm_over_preadv": ("reader", "preadv"),
+        "warm_checked_over_preadv": ("reader, checked", "preadv"),
+        "over_safetensors": ("reader, checked", "safetensors"),
+        "over_torch_load": ("reader, checked", "torch.load"),
+        "batches_over_preadv": ("micro-batches", "preadv"),
+        "cold_over_direct": ("reader, cold", "dd, direct"),
+    }
+    return {name: rates[ours] / rates[other] for name, (ours, other) in pairs.items() if ours in rates}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""What a cache holds, proven: its tables agree, its shards are whole, and, if asked, every byte is as it was written.
+
+The structure (seconds) compares manifest, samples, jobs and index with each other and with every shard's header and
+size. The full check (the speed of the disk) also reads every byte: sealed files against their seals, a shard's header
+against the one that its layout gives, samples against their checksums. So any flipped bit is found, in samples,
+padding and footers alike. Reading runs on several threads; nothing is written but by `repair`.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dflash_cache.cache.buffers import BufferPool
+from dflash_cache.cache.files import explain_write_errors, flush_folder
+from dflash_cache.cache.index import IndexColumns, jobs_of, remove_jobs, split_columns
+from dflash_cache.cache.layout import FORMAT_VERSION, Manifest, bucket_of_shard, manifest_path, read_manifest
+from dflash_cache.cache.reader import check_layout
+from dflash_cache.cache.seal import check_file
+from dflash_cache.cache.shards import DATA_BEGIN, TORCH_DTYPES, as_bytes, encode_header
+from dflash_cache.cache.storage import DamageError, Shard, open_shard
+from dflash_cache.cache.structure import NO_SAMPLES, Finding, check_places, check_tables, read_rows
+from dflash_cache.errors import CacheError
+
+Progress = Callable[[int, int], None]  # bytes of samples read, bytes in all
+_TASK_BYTES = 64 << 20  # of one shard, by one thread
+_SET_ASIDE = ".damaged"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found. `num_samples`: that the manifest promises; `num_listed`: that the index lists."""
+
+    findings: list[Finding]
+    notes: list[str]
+    num_samples: int
+    num_listed: int
+    num_shards: int
+    checked_bytes: int
+
+    @property
+    def damaged_samples(self) -> np.ndarray:
+        """Samples (int64, ascending) that the index lists and that cannot be trained on."""
+        lists = [finding.samples for finding in self.findings if finding.is_listed]
+        return np.unique(np.concatenate([NO_SAMPLES, *lists]))
+
+
+def verify(cache_dir: Path, full: bool, threads: int = 2, progress: Progress = lambda done, total: None) -> Report:
+    """Check the cache; damage does not raise, but CacheError if there is no cache at `cache_dir`.
+
+    `progress` is called on this thread, in the full check only.
+    """
+    if not manifest_path(cache_dir).exists():
+        read_manifest(cache_dir)  # raises the sentence for it
+    try:
+        manifest = read_manifest(cache_dir)
+    except CacheError as error:
+        damage = Finding("manifest.json", f"{error} Nothing else can be checked without it")
+        return Report([damage], [], 0, 0, 0, 0)
+    rows, findings = read_rows(cache_dir)
+    columns = split_columns(rows)
+    findings += check_tables(cache_dir, manifest, rows) + check_places(columns)
+    check = _ShardCheck(cache_dir, manifest, columns)
+    tasks: list[_Task] = []
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        for found in pool.map(check.check_header, range(len(columns.shard_names))):
+            findings += found
+        if full:
+            for found in pool.map(check_sealed, *_list_sealed(cache_dir)):
+                findings += [finding for finding in found if finding.place not in {other.place for other in findings}]
+            tasks = check.plan_reads(skipped=[finding.samples for finding in findings if finding.is_listed])
+            total, done = sum(task.num_bytes for task in tasks), 0
+            progress(done, total)
+            for task, found in zip(tasks, pool.map(check.check_samples, tasks), strict=True):
+                findings += found
+                done += task.num_bytes
+                progress(done, total)
+    return Report(
+        findings=findings,
+        notes=_list_leftovers(cache_dir, columns),
+        num_samples=manifest.num_samples,
+        num_listed=rows.num_rows,
+        num_shards=len(columns.shard_names),
+        checked_bytes=sum(task.num_bytes for task in tasks),
+    )
+
+
+def repair(cache_dir: Path, report: Report) -> int:
+    """Take the jobs of all damaged samples out of the index, so that the next `dflash generate` redoes them whole.
+
+    Damaged tables (never the manifest) are set aside under another name; `generate` writes them anew. Returns how many
+    samples were taken out, the undamaged ones of those jobs included: a job is redone as one, and no sample may be
+    there twice. Not while `generate` runs.
+    """
+    for place in {finding.place for finding in report.findings}:
+        path = cache_dir / place
+        if path.suffix == ".parquet" and path.exists():
+            with explain_write_errors(path):
+                path.replace(path.with_name(path.name + _SET_ASIDE))
+                flush_folder(path.parent)
+    samples = report.damaged_samples
+    return remove_jobs(cache_dir, jobs_of(cache_dir, samples)) if len(samples) else 0
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Some samples of one shard, by their places in the index, in the order of the shard."""
+
+    shard: int
+    places: np.ndarray
+    num_bytes: int
+
+
+class _ShardCheck:
+    """Checks of one cache's shards; several threads may call them at once."""
+
+    def __init__(self, cache_dir: Path, manifest: Manifest, columns: IndexColumns) -> None:
+        self._cache_dir, self._manifest, self._columns = cache_dir, manifest, columns
+        self._order = np.lexsort((columns.row, columns.shard))
+        shard = columns.shard[self._order]
+        self._begin = np.searchsorted(shard, np.arange(len(columns.shard_names) + 1))
+        self._buffers = BufferPool(max_idle=8)
+
+    def check_header(self, shard: int) -> list[Finding]:
+        """Size and header of one shard, and the rows in it; a finding names all its samples, or those misplaced."""
+        columns, name = self._columns, self._columns.shard_names[shard]
+        places = self._order[self._begin[shard] : self._begin[shard + 1]]
+        try:
+            opened = open_shard(self._cache_dir / name)
+            try:
+                check_layout(opened.layout, self._manifest, 0)
+                check_header_bytes(opened, bucket_of_shard(name))
+            finally:
+                opened.close()
+        except (DamageError, OSError) as error:
+            return [Finding(name, _explain(error), np.sort(columns.sample[places]))]
+        ends = columns.row[places] + columns.length[places]
+        outside = (ends > opened.layout.num_tokens) | (columns.row[places] < 0)
+        strange = columns.bucket[places] != bucket_of_shard(name)
+        reasons = {
+            f"the index places them beyond the shard's {opened.layout.num_tokens:,} tokens": outside,
+            "the index places them in a shard of another bucket": strange,
+        }
+        return [
+            Finding(name, reason, np.sort(columns.sample[places[wrong]]))
+            for reason, wrong in reasons.items()
+            if wrong.any()
+        ]
+
+    def plan_reads(self, skipped: list[np.ndarray]) -> list[_Task]:
+        """All samples but those already found damaged, in the order of the disk, cut into tasks."""
+        columns = self._columns
+        wanted = ~np.isin(columns.sample, np.concatenate([NO_SAMPLES, *skipped]))
+        places = self._order[wanted[self._order]]
+        manifest = self._manifest
+        token_bytes = len(manifest.layer_ids) * manifest.hidden_size * TORCH_DTYPES[manifest.dtype].itemsize
+        sizes = columns.length[places].astype(np.int64) * token_bytes
+        turn = np.cumsum(sizes) // _TASK_BYTES
+        cuts = np.flatnonzero((np.diff(turn) != 0) | (np.diff(columns.shard[places]) != 0)) + 1
+        parts = [part for part in np.split(places, cuts) if len(part)]
+        return [
+            _Task(int(columns.shard[part[0]]), part, int(columns.length[part].sum()) * token_bytes) for part in parts
+        ]
+
+    def check_samples(self, task: _Task) -> list[Finding]:
+        """The checksums of a task's samples."""
+        columns, name = self._columns, self._columns.shard_names[task.shard]
+        try:
+            opened = open_shard(self._cache_dir / name)
+        except (DamageError, OSError) as error:
+            return [Finding(name, _explain(error), np.sort(columns.sample[task.places]))]
+        findings = []
+        try:
+            for place in task.places.tolist():
+                try:
+                    self._compare_checksum(opened, place)
+                except (DamageError, OSError) as error:
+                    findings.append(Finding(name, _explain(error), columns.sample[place : place + 1]))
+        finally:
+            opened.close()
+        return findings
+
+    def _compare_checksum(self, shard: Shard, place: int) -> None:
+        begin, length = int(self._columns.row[place]), int(self._columns.length[place])
+        hidden = as_bytes(self._buffers.lend((length * shard.layout.token_bytes,), torch.uint8))
+        ids, mask = np.empty(length, "<i4"), np.empty(length, np.uint8)
+        if shard.read_sample(begin, hidden, ids, mask, checked=True) != int(self._columns.checksum[place]):
+            raise DamageError("its checksum is not the index's")
+
+
+def check_header_bytes(shard: Shard, bucket: int) -> None:
+    """Raise DamageError unless every byte before the shard's data, padding included, is the writer's."""
+    found = os.pread(shard.descriptor, DATA_BEGIN, 0)
+    header = json.loads(found[8:])  # the layout was read from it
+    metadata = header.pop("__metadata__", None)
+    if metadata != {"format": "dflash-cache", "version": str(FORMAT_VERSION), "bucket": str(bucket)}:
+        raise DamageError(f"its header's metadata are {metadata}, of a shard of bucket {bucket}")
+    if found != encode_header({name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}, metadata):
+        raise DamageError("its header is not as it was written")
+
+
+def check_sealed(place: str, path: Path, must_be_sealed: bool) -> list[Finding]:
+    """One file against its seal."""
+    try:
+        state = check_file(path)
+    except OSError as error:
+        return [Finding(place, f"it cannot be read ({_explain(error)})")]
+    if state == "broken" or (state == "absent" and must_be_sealed):
+        return [Finding(place, "its bytes are not those that were written")]
+    return []
+
+
+def _list_sealed(cache_dir: Path) -> tuple[list[str], list[Path], list[bool]]:
+    """All files of ours but the shards: place, path, and whether the cache is so new that each must have a seal."""
+    patterns = ("*.parquet", "*.json", "config.yaml")
+    paths = sorted({path for pattern in patterns for path in cache_dir.rglob(pattern) if not path.name.startswith(".")})
+    sealed = check_file(manifest_path(cache_dir)) == "whole"
+    return [str(path.relative_to(cache_dir)) for path in paths], paths, [sealed] * len(paths)
+
+
+def _list_leftovers(cache_dir: Path, columns: IndexColumns) -> list[str]:
+    """Shards without index rows: of an interrupted or repaired job, harmless, and their room can be had back."""
+    listed = set(columns.shard_names)
+    paths = sorted(cache_dir.glob("bucket-*/shard-*.safetensors"))
+    left = [path for path in paths if str(path.relative_to(cache_dir)) not in listed]
+    if not left:
+        return []
+    size = sum(path.stat().st_size for path in left)
+    return [f"{len(left):,} shards ({size:,} bytes) have no index rows and may be deleted, the first is {left[0]}."]
+
+
+def _explain(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

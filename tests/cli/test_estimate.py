@@ -1,0 +1,60 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dflash_cache.cache.index import open_index
+
+
+@pytest.mark.parametrize("shard_bytes", [20_000, 150_000, 10**9])
+def test_the_estimate_is_the_size_of_the_cache_that_is_then_made(dflash, project: Path, shard_bytes: int) -> None:
+    tree = yaml.safe_load(project.read_text())
+    tree["generate"]["shard_bytes"] = shard_bytes
+    project.write_text(yaml.safe_dump(tree))
+    cache = project.parent / "cache"
+    rates = ("--tokens-per-second", 500, "--train-tokens-per-second", 1000, "--storage-gb-per-second", 0.01)
+    report = json.loads(dflash("estimate", project, *rates, "--json").out)
+    assert not cache.exists()
+    assert dflash("generate", project).code == 0
+    index = open_index(cache)
+    tokens = sum(index["length"].to_pylist())
+    shards = list(cache.glob("bucket-*/*.safetensors"))
+    assert (report["num_samples"], report["num_tokens"], report["num_open"]) == (60, tokens, 0)
+    assert report["token_bytes"] == 3 * 32 * 4 + 5  # layers, hidden, float32; id and mask
+    assert report["num_shards"] == len(shards)
+    assert report["num_bytes"] == sum(path.stat().st_size for path in shards)
+    assert report["generate_seconds"] == tokens / 500
+    assert report["needed_gb_per_second"] == 1000 * report["token_bytes"] / 1e9
+    assert report["fits"]
+    assert report["pays"]
+    assert report["passes_until_it_pays"] == 2
+
+
+def test_answers_that_are_not_written_yet_count_with_their_greatest_length(dflash, project: Path) -> None:
+    tree = yaml.safe_load(project.read_text())
+    tree["data"]["paths"] = [str(project.parent / "prompts.jsonl")]
+    tree["respond"] = {"enabled": True, "max_new_tokens": 9}
+    project.write_text(yaml.safe_dump(tree))
+    report = json.loads(dflash("estimate", project, "--json").out)
+    # <|im_start|> user w w w <|im_end|> <|im_start|> assistant, then nine tokens
+    assert (report["num_samples"], report["num_open"], report["num_tokens"]) == (3, 3, 3 * (8 + 9))
+    shown = dflash("estimate", project)
+    assert "at most 51 tokens" in shown.out
+    assert "3 answers are still to be written" in shown.out
+
+
+def test_the_sentences_say_what_is_known(dflash, project: Path) -> None:
+    shown = dflash("estimate", project)
+    assert shown.code == 0
+    assert "the cache takes" in shown.out
+    assert "are free where it will lie." in shown.out
+    assert "It pays" not in shown.out
+    slow = dflash("estimate", project, "--tokens-per-second", 1e9, "--storage-gb-per-second", 0.001)
+    assert "It never pays in time" in slow.out
+
+
+def test_without_answers_and_without_respond_there_is_nothing_to_estimate(dflash, project: Path) -> None:
+    outcome = dflash("estimate", project, "--set", f"data.paths=[{project.parent / 'prompts.jsonl'}]")
+    assert outcome.code == 2
+    assert "respond.enabled is off" in outcome.err
