@@ -1,6 +1,7 @@
 """`dflash inspect-buckets`: what a cache holds, and how its lengths will be mixed in training."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +54,7 @@ def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> 
     """The figures of a cache, from its index alone (no hidden state is read)."""
     from dflash_cache.cache.index import open_index, split_columns
     from dflash_cache.cache.layout import read_manifest
+    from dflash_cache.cache.rejected import read_rejected
     from dflash_cache.cache.shards import TORCH_DTYPES
     from dflash_cache.data.plan import BatchLimits, plan_epoch, step_bounds
 
@@ -102,6 +104,7 @@ def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> 
         "dtype": manifest.dtype,
         "num_samples": manifest.num_samples,
         "cached_samples": int(samples.sum()),
+        "rejected": dict(Counter(read_rejected(cache)["reason"].to_pylist())),
         "bytes": sum(bucket["bytes"] for bucket in buckets),
         "buckets": buckets,
         "mix": {
@@ -134,6 +137,8 @@ def show(report: dict[str, Any]) -> None:
         f"layers {report['layer_ids']}, {report['dtype']}, {show_bytes(report['bytes'])}",
         soft_wrap=True,
     )
+    for reason, count in report["rejected"].items():
+        console.print(f"{count:,} samples were left out: {reason}.")
     table = Table(box=None, pad_edge=False)
     for name in ("lengths", "samples", "share", "", "tokens", "shards", "bytes", "padding", "batches", "of all"):
         table.add_column(name, justify="left" if not name else "right")

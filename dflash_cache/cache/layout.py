@@ -102,6 +102,11 @@ def samples_dir(cache_dir: Path) -> Path:
     return cache_dir / "samples"
 
 
+def samples_path(cache_dir: Path) -> Path:
+    """The file of the samples that the cache began with."""
+    return samples_dir(cache_dir) / "samples.parquet"
+
+
 def responses_dir(cache_dir: Path) -> Path:
     """The target's own answers to prompts that had none."""
     return cache_dir / "responses"

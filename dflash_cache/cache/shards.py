@@ -41,7 +41,7 @@ class ShardWriter:
     """Writes one shard; it appears under `path` at `commit`, whole, or never.
 
     A context manager: leaving it without `commit`, by an exception or not, leaves nothing. `path` is replaced if it
-    exists (an uncommitted job's shard, redone). Disk errors raise CacheError.
+    exists (an uncommitted job's shard, redone). Disk errors raise WriteError.
     """
 
     def __init__(self, path: Path, bucket: int, num_layers: int, hidden_size: int, dtype: Dtype) -> None:
@@ -76,8 +76,12 @@ class ShardWriter:
     @property
     def num_bytes(self) -> int:
         """Size the file would have if it were committed now."""
-        token_bytes = math.prod(self._token_shape) * TORCH_DTYPES[self._dtype].itemsize + 4 + 1
-        return DATA_BEGIN + self._num_tokens * token_bytes
+        return DATA_BEGIN + self._num_tokens * (self._state_bytes + 4 + 1)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of one token's hidden states."""
+        return math.prod(self._token_shape) * TORCH_DTYPES[self._dtype].itemsize
 
     def append(self, input_ids_T: Tensor, loss_mask_T: Tensor, hidden_TLH: Tensor) -> tuple[int, int]:
         """Write one sample; returns its token offset in the shard and its checksum (see `checksum_sample`).
@@ -98,6 +102,19 @@ class ShardWriter:
         self._masks.append(mask)
         self._num_tokens += len(ids)
         return row, checksum_sample(hidden, ids, mask)
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens (whole samples), and drop what a failed `append` left behind them."""
+        if self._file is None or num_tokens > self._num_tokens:
+            raise ValueError("cut needs an open writer, and no more tokens than it holds")
+        while self._num_tokens > num_tokens:
+            self._num_tokens -= len(self._ids.pop())
+            self._masks.pop()
+        if self._num_tokens < num_tokens:
+            raise ValueError(f"{num_tokens} tokens are not a number of whole samples")
+        with explain_write_errors(self._path):
+            self._file.seek(DATA_BEGIN + num_tokens * self._state_bytes)
+            self._file.truncate()
 
     def commit(self) -> None:
         """Complete the file, flush it to disk and give it its name."""

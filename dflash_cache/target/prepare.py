@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from xxhash import xxh3_64
 
-from dflash_cache.cache.layout import Manifest, responses_dir
+from dflash_cache.cache.files import write_table
+from dflash_cache.cache.layout import Manifest, jobs_path, read_manifest, responses_dir, samples_path
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.conversations import ReadResult, RecordError, read_conversations
@@ -32,6 +34,7 @@ from dflash_cache.data.templates import (
 )
 from dflash_cache.drafter.mask_token import list_candidates
 from dflash_cache.drafter.weights import TargetFiles
+from dflash_cache.errors import CacheError
 from dflash_cache.target.load import Target, load_target, load_tokenizer, resolve_layer_ids, stop_ids_of
 from dflash_cache.target.observer import Observer
 from dflash_cache.target.respond import respond
@@ -46,6 +49,12 @@ class Preparation:
     jobs: JobList
     manifest: Manifest
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample (N,) int64."""
+        lengths: np.ndarray = self.samples["length"].to_numpy().astype(np.int64)
+        return lengths
+
 
 class Loader:
     """The target, loaded when first needed: a finished cache is seen to be finished without it."""
@@ -59,6 +68,10 @@ class Loader:
         if self._target is None:
             self._target = load_target(self._config.target)
         return self._target
+
+    def drop(self) -> None:
+        """Give its memory back: others load it too."""
+        self._target = None
 
 
 def prepare(config: Config, loader: Loader, observer: Observer) -> Preparation:
@@ -102,6 +115,41 @@ def prepare(config: Config, loader: Loader, observer: Observer) -> Preparation:
         settings=config.model_dump(mode="json"),
     )
     return Preparation(samples, bucket_N, jobs, manifest)
+
+
+def read_preparation(config: Config) -> Preparation:
+    """The same, as another worker left it in the cache. Raises CacheError."""
+    cache_dir = Path(config.cache_dir)
+    manifest = read_manifest(cache_dir)
+    try:
+        samples = pq.read_table(samples_path(cache_dir), partitioning=None)
+        jobs = pq.read_table(jobs_path(cache_dir), partitioning=None)
+        bucket_N = samples["bucket"].to_numpy()
+        sizes = pc.list_value_length(jobs["samples"]).to_numpy()
+        begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+        listed = JobList(pc.list_flatten(jobs["samples"]).to_numpy(), begin, jobs["bucket"].to_numpy())
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise CacheError(
+            f"Samples or jobs of the cache at {cache_dir} cannot be read ({str(error).splitlines()[0].rstrip('.')}): "
+            "run `dflash generate` again, it writes them anew."
+        ) from None
+    return Preparation(samples, bucket_N, listed, manifest)
+
+
+def write_preparation(cache_dir: Path, preparation: Preparation) -> None:
+    """Write samples and job list into the cache, where they are not there already. Raises WriteError."""
+    path = samples_path(cache_dir)
+    if not path.exists():  # they follow from the manifest
+        bucketed = preparation.samples.append_column("bucket", pa.array(preparation.bucket_N, pa.int16()))
+        write_table(path, bucketed)
+    write_table(jobs_path(cache_dir), job_table(preparation.jobs))  # the token budget may be another than it was
+
+
+def job_table(jobs: JobList) -> pa.Table:
+    """One row a job: job, bucket, samples."""
+    samples = pa.ListArray.from_arrays(pa.array(jobs.begin, pa.int32()), pa.array(jobs.samples, pa.int64()))
+    numbers = pa.array(np.arange(jobs.num_jobs), pa.int32())
+    return pa.table({"job": numbers, "bucket": pa.array(jobs.bucket, pa.int16()), "samples": samples})
 
 
 def samples_fingerprint(samples: pa.Table) -> str:
