@@ -64,7 +64,7 @@ def run_crew(config: Config, devices: Sequence[str], dealer: Dealer, address: "A
 
     Raises CacheError when a worker fails or dies; the others then end after their job. KeyboardInterrupt likewise.
     """
-    context: BaseContext = get_context(address.start_method)
+    context: BaseContext = get_context("spawn")  # a fork would not survive an initialised GPU
     processes = [
         context.Process(  # type: ignore[attr-defined]  # every context has it
             target=_run_worker,
@@ -94,7 +94,6 @@ class Address:
     store: TCPStore
     lock: int | None
     total_tokens: int
-    start_method: str = "spawn"
 
     def for_child(self, context: BaseContext) -> tuple[int, Any]:
         """The port, and the lock as a process that is being started inherits it."""
