@@ -9,7 +9,7 @@
 Each round gives all three the same jobs of a finished cache, in another order, in one process; the medians over the
 rounds of the ratios are told, so that they survive a machine whose speed drifts.
 
-    python benchmarks/write.py --cache CACHE --target TARGET [--rounds 5 --jobs 3] [--json]
+    python benchmarks/write.py --cache CACHE --target TARGET [--rounds 5 --jobs 1] [--json]
 """
 
 import argparse
@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,8 @@ class Bench:
         hook = self.target.layers[self.target.layer_ids[-1]].register_forward_hook(end)
         for job in jobs.tolist():
             input_ids_ST, _ = pad_ids(self._ids(job))
-            try:
+            with suppress(_EndError):
                 text_model(self.target.model)(input_ids=input_ids_ST, use_cache=False)
-            except _EndError:
-                pass
         hook.remove()
 
     def generate(self, jobs: np.ndarray, folder: Path) -> None:
@@ -126,7 +125,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True, help="a finished cache: its samples and jobs are taken")
     parser.add_argument("--target", required=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=3, help="jobs of a round")
+    parser.add_argument("--jobs", type=int, default=1, help="jobs of a round")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     manifest = read_manifest(arguments.cache)
