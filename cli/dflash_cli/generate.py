@@ -17,6 +17,7 @@ from dflash_cli.options import ConfigFile, Overrides, Strict
 Devices = Annotated[
     str | None, typer.Option(help="One worker a device: all (GPUs), 0,1 (these GPUs), or cpu:2.", show_default=False)
 ]
+Append = Annotated[bool, typer.Option("--append", help="Add the data's conversations to what the cache holds.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -24,21 +25,25 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def generate(
-        config: ConfigFile, overrides: Overrides = None, strict: Strict = False, devices: Devices = None
+        config: ConfigFile,
+        overrides: Overrides = None,
+        strict: Strict = False,
+        devices: Devices = None,
+        append: Append = False,
     ) -> None:
         """Run the target over the conversations and cache its hidden states; goes on where it was stopped."""
         given = ["data.strict=true"] if strict else []
         given += [f"generate.devices={json.dumps(devices)}"] if devices else []
-        generate_cache(load_config(config, [*(overrides or []), *given]))
+        generate_cache(load_config(config, [*(overrides or []), *given]), append)
 
 
-def generate_cache(config: Config) -> tuple[Manifest | None, "GenerateConsole"]:
+def generate_cache(config: Config, append: bool = False) -> tuple[Manifest | None, "GenerateConsole"]:
     """Fill the cache, showing what happens; returns its manifest (None in torchrun's others) and the figures shown."""
     from dflash_cache.cache.files import write_atomically
     from dflash_cache.target.generate import generate
 
     with GenerateConsole() as shown:
-        manifest = generate(config, shown)
+        manifest = generate(config, shown, append)
     if manifest is not None:
         write_atomically(Path(config.cache_dir) / "config.yaml", dump_config(config).encode())
         left_out = f", {shown.num_bad:,} of them bad and left out" if shown.num_bad else ""

@@ -10,10 +10,11 @@ is forwarded whole and gives the same bits; only what is missing is written.
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # re-exported silently
+from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]  # re-exported silently
 
 from dflash_cache.cache.files import remove_leftovers
 from dflash_cache.cache.index import cached_rows, consolidate
@@ -24,6 +25,7 @@ from dflash_cache.cache.shards import TORCH_DTYPES
 from dflash_cache.cache.writer import next_shard_numbers, remove_orphans
 from dflash_cache.config.settings import Config
 from dflash_cache.errors import CacheError, DFlashError, TargetError
+from dflash_cache.target.append import belongs, differences_but_data, join_parts
 from dflash_cache.target.crew import (
     Address,
     Launched,
@@ -34,7 +36,7 @@ from dflash_cache.target.crew import (
     own_device,
     run_crew,
 )
-from dflash_cache.target.dealer import Dealer
+from dflash_cache.target.dealer import Dealer, StoppedError
 from dflash_cache.target.interrupts import terminate_like_interrupt
 from dflash_cache.target.observer import Estimate, Observer
 from dflash_cache.target.prepare import Loader, Preparation, prepare, write_preparation
@@ -43,8 +45,10 @@ from dflash_cache.target.work import check_bad_share, missing_samples, plan_buff
 ID_BYTES, MASK_BYTES = 4, 1
 
 
-def generate(config: Config, observer: Observer) -> Manifest | None:
+def generate(config: Config, observer: Observer, append: bool = False) -> Manifest | None:
     """Fill the cache at `config.cache_dir`, or what is missing of it; returns its manifest.
+
+    With `append`, conversations that the cache does not hold yet become a further part of it.
 
     Under torchrun the first process alone prepares, tells `observer` and returns the manifest; the others return None.
     Raises ConfigError, DataError, TargetError or CacheError, each before anything is written over; WriteError when the
@@ -61,15 +65,26 @@ def generate(config: Config, observer: Observer) -> Manifest | None:
                 f"The storage of {config.cache_dir} knows no locks: see that no other `dflash generate` writes there."
             )
         try:
-            return fill(config, launched, lock, observer)
+            return fill(Run(config, launched, lock, append), observer)
         except DFlashError as error:
             if launched is not None:
                 launched.store.set("failed", str(error))
             raise
 
 
-def fill(config: Config, launched: Launched | None, lock: int | None, observer: Observer) -> Manifest:
+@dataclass(frozen=True)
+class Run:
+    """What is to be done, this process's place if a launcher started it, and what holds the cache's lock."""
+
+    config: Config
+    launched: Launched | None
+    lock: int | None
+    append: bool
+
+
+def fill(run: Run, observer: Observer) -> Manifest:
     """Prepare, do the missing jobs with one worker or many, consolidate; the cache is locked."""
+    config, launched = run.config, run.launched
     cache_dir = Path(config.cache_dir)
     devices = list_devices(config)
     if launched is None and len(devices) == 1:
@@ -77,8 +92,7 @@ def fill(config: Config, launched: Launched | None, lock: int | None, observer: 
     elif launched is not None:
         config = own_device(config)
     loader = Loader(config)
-    preparation = prepare(config, loader, observer)
-    claim(cache_dir, preparation, observer)
+    preparation = claim(run, prepare(config, loader, observer, run.append), observer)
 
     missing = missing_samples(cache_dir, len(preparation.bucket_N))
     num_workers = launched.num_workers if launched else len(devices)
@@ -96,7 +110,7 @@ def fill(config: Config, launched: Launched | None, lock: int | None, observer: 
     with tell_what_is_safe(cache_dir, preparation):
         if missing.any() and crowd is not None:
             loader.drop()
-            run_crew(config, devices, dealer, Address(crowd, lock, estimate.num_tokens), observer)
+            run_crew(config, devices, dealer, Address(crowd, run.lock, estimate.num_tokens), observer)
         elif missing.any():
             work(config, loader.load(), preparation, dealer, observer)
         if launched:
@@ -106,22 +120,32 @@ def fill(config: Config, launched: Launched | None, lock: int | None, observer: 
     return preparation.manifest
 
 
-def claim(cache_dir: Path, preparation: Preparation, observer: Observer) -> None:
-    """Write manifest, samples and job list, or check that they are this very cache's. Raises CacheError."""
-    if manifest_path(cache_dir).exists():
-        different = difference(read_manifest(cache_dir), preparation.manifest)
-        if different:
-            raise CacheError(
-                f"The cache at {cache_dir} was made with another configuration ({'; '.join(different)}): set cache_dir "
-                "to another folder, or take the configuration back."
-            )
-        remove_leftovers(cache_dir)
-        if num_orphans := remove_orphans(cache_dir):
-            observer.noted(f"Removed {num_orphans} shards that a stopped run had not announced yet.")
-    else:
+def claim(run: Run, prepared: Preparation, observer: Observer) -> Preparation:
+    """Write manifest, samples and job list, or check that they are this very cache's; returns all that it holds.
+
+    Raises CacheError if the cache was made with another configuration or other data.
+    """
+    cache_dir = Path(run.config.cache_dir)
+    if not manifest_path(cache_dir).exists():
         samples_path(cache_dir).unlink(missing_ok=True)  # of a cache whose manifest was taken away
-        write_manifest(cache_dir, preparation.manifest)
-    write_preparation(cache_dir, preparation)
+        write_manifest(cache_dir, prepared.manifest)
+        write_preparation(cache_dir, prepared)
+        return prepared
+    was = read_manifest(cache_dir)
+    joins = belongs(was, prepared, run.append)
+    different = differences_but_data(run.config, was, prepared) if joins else difference(was, prepared.manifest)
+    if different:
+        raise CacheError(
+            f"The cache at {cache_dir} was made with another configuration ({'; '.join(different)}): set cache_dir "
+            "to another folder, take the configuration back, or add new conversations alone with --append."
+        )
+    remove_leftovers(cache_dir)
+    if num_orphans := remove_orphans(cache_dir):
+        observer.noted(f"Removed {num_orphans} shards that a stopped run had not announced yet.")
+    if joins:
+        return join_parts(run.config, was, prepared)
+    write_preparation(cache_dir, prepared)
+    return prepared
 
 
 def estimate_size(config: Config, preparation: Preparation, missing: np.ndarray, num_workers: int) -> Estimate:
@@ -156,7 +180,9 @@ def tell_what_is_safe(cache_dir: Path, preparation: Preparation) -> Iterator[Non
     """Add to an error of the block how much of the cache is committed."""
     try:
         yield
-    except (CacheError, TargetError) as error:
+    except (CacheError, TargetError, StoppedError, DistError) as error:
+        if not isinstance(error, DFlashError):
+            error = CacheError("The launcher's store is gone: run the same command again.")
         rows = cached_rows(cache_dir)
         lengths = preparation.lengths
         raise type(error)(
