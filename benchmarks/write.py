@@ -6,15 +6,16 @@
     one file each  one conversation at a time: the whole model with all hidden states, torch.save of a file each
                    (what Model Optimizer's compute_hidden_states_hf.py does)
 
-Each round gives all three the same jobs of a finished cache, in another order, in one process; the medians over the
-rounds of the ratios are told, so that they survive a machine whose speed drifts.
+All three do the same jobs of a finished cache, taking turns in one process; the fastest of the repeats counts, so that
+the ratios survive a machine that others use. `generate` is charged with opening, flushing and committing its shards
+after a few jobs, which a long run does once in a gigabyte and beside the next forwards.
 
-    python benchmarks/write.py --cache CACHE --target TARGET [--rounds 5 --jobs 1] [--json]
+    python benchmarks/write.py --cache CACHE --target TARGET [--jobs 3 --repeat 4] [--json]
 """
 
 import argparse
 import json
-import statistics
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -98,25 +99,23 @@ class Bench:
             torch.save(record, folder / f"{len(list(folder.iterdir()))}.pt")
 
 
-def measure(bench: Bench, rounds: int, num_jobs: int) -> dict[str, list[float]]:
-    """Tokens per second of each variant in each round."""
+def measure(bench: Bench, jobs: np.ndarray, repeat: int) -> dict[str, float]:
+    """Seconds of each variant: the fastest of the repeats, in which the variants take turns."""
     variants: dict[str, Variant] = {
         "bare": bench.bare,
         "generate": bench.generate,
         "one file each": bench.one_file_each,
     }
-    rates: dict[str, list[float]] = {name: [] for name in variants}
+    seconds = dict.fromkeys(variants, math.inf)
     names = list(variants)
-    for i in range(rounds + 1):  # the first round warms up
-        jobs = np.arange(i * num_jobs, (i + 1) * num_jobs) % bench.preparation.jobs.num_jobs
-        for name in names[i % 3 :] + names[: i % 3]:
+    bench.bare(jobs[:1], Path())  # warms up
+    for turn in range(repeat):
+        for name in names[turn % 3 :] + names[: turn % 3]:
             with tempfile.TemporaryDirectory() as folder:
                 started = time.perf_counter()
                 variants[name](jobs, Path(folder) / "out")
-                seconds = time.perf_counter() - started
-            if i:
-                rates[name].append(bench.num_tokens(jobs) / seconds)
-    return rates
+                seconds[name] = min(seconds[name], time.perf_counter() - started)
+    return seconds
 
 
 def main() -> None:
@@ -124,8 +123,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="a finished cache: its samples and jobs are taken")
     parser.add_argument("--target", required=True)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=1, help="jobs of a round")
+    parser.add_argument("--jobs", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=4)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     manifest = read_manifest(arguments.cache)
@@ -138,24 +137,23 @@ def main() -> None:
         }
     )
     bench = Bench(config, load_target(config.target), read_preparation(config))
-    rates = measure(bench, arguments.rounds, arguments.jobs)
+    jobs = np.arange(min(arguments.jobs, bench.preparation.jobs.num_jobs))
+    seconds = measure(bench, jobs, arguments.repeat)
+    num_tokens = bench.num_tokens(jobs)
+    rates = {name: num_tokens / took for name, took in seconds.items()}
     ratios = {
-        f"generate_over_{other.replace(' ', '_')}": statistics.median(
-            ours / theirs for ours, theirs in zip(rates["generate"], rates[other], strict=True)
-        )
-        for other in ("bare", "one file each")
+        "generate_over_bare": rates["generate"] / rates["bare"],
+        "generate_over_one_file_each": rates["generate"] / rates["one file each"],
     }
     table = Table(box=None, pad_edge=False)
-    for title in ("", "tokens/s (median)", "slowest", "fastest"):
+    for title in ("", "seconds", "tokens/s", "generate over it"):
         table.add_column(title, justify="right" if title else "left")
-    for name, found in rates.items():
-        table.add_row(name, *(f"{value:,.0f}" for value in (statistics.median(found), min(found), max(found))))
+    for name, rate in rates.items():
+        table.add_row(name, f"{seconds[name]:.2f}", f"{rate:,.0f}", f"{rates['generate'] / rate:.3f}")
     console = Console(highlight=False)
     console.print(table)
-    for name, ratio in ratios.items():
-        console.print(f"{name}: {ratio:.3f}")
     if arguments.json:
-        print(json.dumps({**ratios, "tokens_per_second": {name: statistics.median(r) for name, r in rates.items()}}))
+        print(json.dumps({**ratios, "tokens_per_second": rates}))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from dflash_cache.cache.index import cached_rows, commit_fragment
 from dflash_cache.cache.layout import Manifest, shard_name
 from dflash_cache.cache.rejected import write_rejected
 from dflash_cache.cache.shards import ShardWriter
-from dflash_cache.errors import WriteError
+from dflash_cache.errors import CacheError, WriteError
 
+_MAX_ORPHANS = 64
 _SHARDS = "bucket-*/shard-*.safetensors"
 
 
@@ -176,10 +177,16 @@ def next_shard_numbers(cache_dir: Path, num_buckets: int) -> list[int]:
 def remove_orphans(cache_dir: Path) -> int:
     """Delete the shards that no index row names (a kill came between the two commits); returns how many there were.
 
-    Call it only while the cache is locked: a shard that is just being announced looks the same.
+    Call it only while the cache is locked: a shard that is just being announced looks the same. A kill leaves at most
+    one for each worker; raises CacheError, and deletes nothing, if there are so many that index files must be lost.
     """
     named = set(cached_rows(cache_dir)["shard"].unique().to_pylist())
     orphans = [path for path in cache_dir.glob(_SHARDS) if path.relative_to(cache_dir).as_posix() not in named]
+    if len(orphans) > _MAX_ORPHANS:
+        raise CacheError(
+            f"{len(orphans):,} shards of the cache at {cache_dir} have no rows in its index, which must have lost "
+            "files: restore its folder index from a copy, or delete those bucket folders to have all states made anew."
+        )
     for orphan in orphans:
         with explain_write_errors(orphan):
             orphan.unlink()

@@ -127,7 +127,12 @@ def claim(run: Run, prepared: Preparation, observer: Observer) -> Preparation:
     """
     cache_dir = Path(run.config.cache_dir)
     if not manifest_path(cache_dir).exists():
-        samples_path(cache_dir).unlink(missing_ok=True)  # of a cache whose manifest was taken away
+        if cached_rows(cache_dir).num_rows:  # of which data nobody can tell
+            raise CacheError(
+                f"The folder {cache_dir} holds cached samples but no manifest.json: restore it from a copy, or set "
+                "cache_dir to another folder."
+            )
+        samples_path(cache_dir).unlink(missing_ok=True)
         write_manifest(cache_dir, prepared.manifest)
         write_preparation(cache_dir, prepared)
         return prepared

@@ -26,6 +26,7 @@ from dflash_cache.target.observer import Estimate, Observer
 
 crew.get_context = lambda _: multiprocessing.get_context("fork")  # type: ignore[assignment]  # no imports here either
 FINISHED, FAILED, LOCKED = 0, 2, 3
+HANGS_SECONDS = 120.0  # a run takes less than one
 
 
 class Announce(Observer):
@@ -80,6 +81,11 @@ def end_run(run: tuple[int, int], after: tuple[str, float] | None, dice: random.
             time.sleep(0.0005)
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             victim = kill_some(pid, dice)
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() - started > HANGS_SECONDS:
+            os.killpg(pid, signal.SIGKILL)
+            raise TimeoutError(f"a run did not end; {victim or 'nothing'} was killed")
+        time.sleep(0.001)
     _, status = os.waitpid(pid, 0)
     os.close(pipe)
     return os.waitstatus_to_exitcode(status), victim, time.monotonic() - started

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(configure, tmp_p
             generate(config, Listener(fill))
         safe = cached_rows(disk / "cache")["sample"].to_pylist()
         assert 0 < len(safe) < NUM_SAMPLES
-        with pytest.raises(WriteError, match="No space"):  # it is still full
+        with pytest.raises(CacheError, match="No space|make room"):  # it is still full
             generate(config, Observer())
         assert cached_rows(disk / "cache")["sample"].to_pylist() == safe
         (disk / "ballast").unlink()
@@ -182,6 +183,28 @@ def test_a_shard_without_rows_is_removed_and_told(configure, tmp_path: Path, mon
     assert checksums(tmp_path / "cache") == whole
 
 
+def test_an_index_or_a_manifest_that_was_lost_never_costs_the_shards(configure, tmp_path: Path) -> None:
+    config = configure(shard_bytes=1)
+    generate(config, Observer())
+    whole = checksums(tmp_path / "cache")
+    shards = sorted((tmp_path / "cache").glob("bucket-*/*"))
+    for i in range(65 - len(shards)):
+        shutil.copy(shards[0], shards[0].with_name(f"shard-{i + 1000:06d}.safetensors"))
+    num_shards = len(list((tmp_path / "cache").glob("bucket-*/*")))
+    index = index_dir(tmp_path / "cache") / "index.parquet"
+    kept = index.rename(tmp_path / "kept")
+    with pytest.raises(CacheError, match=rf"{num_shards} shards .* have no rows in its index, which must have lost"):
+        generate(config, Observer())
+    assert len(list((tmp_path / "cache").glob("bucket-*/*"))) == num_shards
+    kept.rename(index)
+    manifest = (tmp_path / "cache" / "manifest.json").rename(tmp_path / "manifest")
+    with pytest.raises(CacheError, match=r"holds cached samples but no manifest\.json"):
+        generate(config, Observer())
+    manifest.rename(tmp_path / "cache" / "manifest.json")
+    generate(config, Observer())
+    assert checksums(tmp_path / "cache") == whole
+
+
 def test_a_sample_taken_from_the_index_is_redone_to_the_bit_and_no_other_is(configure, tmp_path: Path) -> None:
     generate(configure(), Observer())
     whole, path = checksums(tmp_path / "cache"), index_dir(tmp_path / "cache") / "index.parquet"
@@ -197,13 +220,21 @@ def test_a_sample_taken_from_the_index_is_redone_to_the_bit_and_no_other_is(conf
     assert before.items() <= {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("bucket-*/*")}.items()
 
 
+def holds_the_lock(pid: int) -> bool:
+    """Whether the process has the lock's descriptor, so that the cache stays locked if its parent is killed."""
+    with suppress(OSError):
+        return any(path.readlink().name == "writer.lock" for path in Path(f"/proc/{pid}/fd").iterdir())
+    return False
+
+
 def test_a_worker_that_dies_ends_the_run_with_its_name_and_what_is_safe(configure, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(configure(devices="cpu:2")))
     command = [sys.executable, "-m", "dflash_cli", "generate", path]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     workers: list[int] = []
-    while len(workers) < 2 and run.poll() is None:  # the resource tracker is a child too, the first one
+    while not (len(workers) == 2 and all(map(holds_the_lock, workers))) and run.poll() is None:
+        # the resource tracker is a child too, the first one
         workers = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()][1:]
         time.sleep(0.01)
     os.kill(workers[1], signal.SIGKILL)
