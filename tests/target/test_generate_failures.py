@@ -71,7 +71,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(configure, tmp_p
             generate(config, Listener(fill))
         safe = cached_rows(disk / "cache")["sample"].to_pylist()
         assert 0 < len(safe) < NUM_SAMPLES
-        with pytest.raises(CacheError, match="No space|make room"):  # it is still full
+        with pytest.raises(CacheError, match=r"No space|make room"):  # it is still full
             generate(config, Observer())
         assert cached_rows(disk / "cache")["sample"].to_pylist() == safe
         (disk / "ballast").unlink()
