@@ -8,6 +8,7 @@ shows the message alone and exits with code 2; a traceback therefore always mean
     ├── DataError      the conversations: a malformed line, a record without messages
     ├── TargetError    the target: not found, not supported, no chat template
     ├── CacheError     the cache: missing, unfinished, damaged, made from something else
+    │   └── WriteError     a file could not be written: no room, a quota, failing storage
     └── RunError       a training run: a checkpoint of another run, a diverged loss
 """
 
@@ -30,6 +31,10 @@ class TargetError(DFlashError):
 
 class CacheError(DFlashError):
     """The cache is missing, unfinished, damaged, or belongs to something else."""
+
+
+class WriteError(CacheError):
+    """A file could not be written; what was written before it stands."""
 
 
 class RunError(DFlashError):

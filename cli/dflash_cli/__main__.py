@@ -23,7 +23,16 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line; a DFlashError ends as its sentence alone."""
     from dflash_cli import (
-        convert, demo, estimate, evaluate, export, generate, import_dumps, inspect_buckets, train, verify,
+        convert,
+        demo,
+        estimate,
+        evaluate,
+        export,
+        generate,
+        import_dumps,
+        inspect_buckets,
+        train,
+        verify,
     )  # fmt: skip
 
     commands = (convert, estimate, generate, import_dumps, inspect_buckets, verify, train, evaluate, export, demo)

@@ -1,8 +1,9 @@
 """`dflash generate`: run the target once and leave a cache of its hidden states."""
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import typer
 
@@ -14,19 +15,31 @@ from dflash_cache.target.observer import Estimate, Observer
 from dflash_cli.console import WorkProgress, console, show_bytes
 from dflash_cli.options import ConfigFile, Overrides, Strict
 
+Devices = Annotated[
+    str | None, typer.Option(help="One worker a device: all (GPUs), 0,1 (these GPUs), or cpu:2.", show_default=False)
+]
+Append = Annotated[bool, typer.Option("--append", help="Add the data's conversations to what the cache holds.")]
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
     @app.command()
-    def generate(config: ConfigFile, overrides: Overrides = None, strict: Strict = False) -> None:
+    def generate(
+        config: ConfigFile,
+        overrides: Overrides = None,
+        strict: Strict = False,
+        devices: Devices = None,
+        append: Append = False,
+    ) -> None:
         """Run the target over the conversations and cache its hidden states; goes on where it was stopped."""
-        settings = load_config(config, [*(overrides or []), *(["data.strict=true"] if strict else [])])
-        generate_cache(settings)
+        given = ["data.strict=true"] if strict else []
+        given += [f"generate.devices={json.dumps(devices)}"] if devices else []
+        generate_cache(load_config(config, [*(overrides or []), *given]), append)
 
 
-def generate_cache(config: Config) -> tuple[Manifest, "GenerateConsole"]:
-    """Fill the cache, showing what happens; returns its manifest and the figures shown."""
+def generate_cache(config: Config, append: bool = False) -> tuple[Manifest | None, "GenerateConsole"]:
+    """Fill the cache, showing what happens; returns its manifest (None in torchrun's others) and the figures shown."""
     from dflash_cache.cache.files import write_atomically
     from dflash_cache.cache.remote import is_remote
     from dflash_cache.cache.seal import BLANK_SEAL, seal_bytes
@@ -37,10 +50,12 @@ def generate_cache(config: Config) -> tuple[Manifest, "GenerateConsole"]:
             "generate writes to a folder: set cache_dir to one, and copy the finished cache to the store."
         )
     with GenerateConsole() as shown:
-        manifest = generate(config, shown)
-    text = f"{dump_config(config)}# {BLANK_SEAL}\n"
-    write_atomically(Path(config.cache_dir) / "config.yaml", seal_bytes(text.encode()))
-    console.print(f"The cache {config.cache_dir} is complete: {manifest.num_samples:,} samples.")
+        manifest = generate(config, shown, append)
+    if manifest is not None:
+        text = f"{dump_config(config)}# {BLANK_SEAL}\n"
+        write_atomically(Path(config.cache_dir) / "config.yaml", seal_bytes(text.encode()))
+        left_out = f", {shown.num_bad:,} of them bad and left out" if shown.num_bad else ""
+        console.print(f"The cache {config.cache_dir} is complete: {manifest.num_samples:,} samples{left_out}.")
     return manifest, shown
 
 
@@ -48,6 +63,7 @@ class GenerateConsole(Observer):
     """Shows the first stage on the console, and keeps its figures."""
 
     def __init__(self) -> None:
+        self.num_bad = 0
         self.new_tokens = 0
         self.cached_tokens = 0
         self.answer_seconds = 0.0
@@ -67,6 +83,12 @@ class GenerateConsole(Observer):
         for reason, count in reasons.items():
             console.print(f"Left out {count:,} (first: {first.get(reason, '?')}): {reason}.")
 
+    def rejected(self, reasons: dict[str, int], first: dict[str, str]) -> None:
+        """One line a reason."""
+        self.num_bad = sum(reasons.values())
+        for reason, count in reasons.items():
+            console.print(f"Left out {count:,} bad samples (first: {first[reason]}): {reason}.", soft_wrap=True)
+
     def responding(self, done: int, total: int, new_tokens: int) -> None:
         """Prompts and tokens answered."""
         self.new_tokens = new_tokens
@@ -77,8 +99,14 @@ class GenerateConsole(Observer):
         console.print(
             f"{estimate.num_samples:,} samples, {estimate.num_tokens:,} tokens of {estimate.token_bytes:,} bytes: "
             f"the cache takes {show_bytes(estimate.total_bytes)}, {show_bytes(estimate.remaining_bytes)} of it still "
-            f"to be written; {show_bytes(estimate.free_bytes)} are free."
+            f"to be written; {show_bytes(estimate.free_bytes)} are free. "
+            f"At most {show_bytes(estimate.buffer_bytes)} of states wait in memory for the disk"
+            f"{f' ({estimate.num_workers} workers)' if estimate.num_workers > 1 else ''}."
         )
+
+    def noted(self, sentence: str) -> None:
+        """The sentence."""
+        console.print(sentence)
 
     def forwarding(self, done_tokens: int, total_tokens: int) -> None:
         """Tokens cached."""

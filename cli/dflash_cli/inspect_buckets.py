@@ -5,6 +5,7 @@ on one core, start of the program included, and 2.6 s with bounds compared and a
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,6 +84,7 @@ def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> 
     """The figures of a cache, from its index alone (no hidden state is read)."""
     from dflash_cache.cache.index import open_index, split_columns
     from dflash_cache.cache.layout import read_manifest
+    from dflash_cache.cache.rejected import read_rejected
     from dflash_cache.data.plan import BatchLimits, plan_epoch, step_bounds
 
     manifest = read_manifest(cache)
@@ -148,6 +150,7 @@ def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> 
         "dtype": manifest.dtype,
         "num_samples": manifest.num_samples,
         "cached_samples": int(samples.sum()),
+        "rejected": dict(Counter(read_rejected(cache)["reason"].to_pylist())),
         "bytes": sum(bucket["bytes"] for bucket in buckets),
         "buckets": buckets,
         "mix": {order: figures.to_dict() for order, figures in mix.items()},
@@ -200,6 +203,8 @@ def show(report: dict[str, Any]) -> None:
         f"layers {report['layer_ids']}, {report['dtype']}, {show_bytes(report['bytes'])}",
         soft_wrap=True,
     )
+    for reason, count in report["rejected"].items():
+        console.print(f"{count:,} samples were left out: {reason}.")
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("lengths", "samples", "share", "", "tokens", "shards", "bytes", "real", "batches", "of all"):
         table.add_column(name, justify="left" if not name else "right")

@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dflash_cache.cache.seal import BLANK_SEAL, seal_bytes
-from dflash_cache.errors import CacheError
+from dflash_cache.errors import WriteError
 
 _SUFFIX = ".partial"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Make `path` hold exactly `data`, all at once, replacing what was there. Raises CacheError if it cannot."""
+    """Make `path` hold exactly `data`, all at once, replacing what was there. Raises WriteError if it cannot."""
     with atomic_file(path) as file:
         write_all(file, memoryview(data))
 
@@ -31,7 +31,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def atomic_file(path: Path) -> Iterator[FileIO]:
     """An unbuffered, write-only file that gets the name `path` when the block ends, and vanishes if it raises.
 
-    Missing parent folders are made. An OSError of the block or of publishing becomes a CacheError.
+    Missing parent folders are made. An OSError of the block or of publishing becomes a WriteError.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
     with explain_write_errors(path):
@@ -49,7 +49,7 @@ def atomic_file(path: Path) -> Iterator[FileIO]:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Make `path` a sealed parquet file of `table`, all at once. Raises CacheError if it cannot."""
+    """Make `path` a sealed parquet file of `table`, all at once. Raises WriteError if it cannot."""
     sink = pa.BufferOutputStream()
     metadata = {**(table.schema.metadata or {}), "seal": BLANK_SEAL}
     pq.write_table(table.replace_schema_metadata(metadata), sink, compression="zstd")
@@ -93,11 +93,11 @@ def remove_leftovers(folder: Path) -> int:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a CacheError that names `path` and says what is safe."""
+    """Turn an OSError of the block into a WriteError that names `path` and says what is safe."""
     try:
         yield
     except OSError as error:
-        raise CacheError(
+        raise WriteError(
             f"{path} could not be written ({error.strerror or error}); what was committed before is safe: "
             "make room or mend the storage, then run the same command again."
         ) from error

@@ -83,11 +83,10 @@ def open_index(cache_dir: Path) -> pa.Table:
     return table
 
 
-def completed_jobs(cache_dir: Path) -> np.ndarray:
-    """The jobs that need not be redone: distinct, ascending, int32; empty if nothing was committed yet."""
+def cached_rows(cache_dir: Path) -> pa.Table:
+    """Like `open_index`, but empty if nothing was committed yet: what `generate` need not do again."""
     table, _ = _read_rows(cache_dir)
-    jobs: np.ndarray = np.unique(table["job"].to_numpy())
-    return jobs
+    return table
 
 
 def index_fingerprint(table: pa.Table) -> str:

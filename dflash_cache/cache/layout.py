@@ -51,6 +51,7 @@ class Manifest:
     num_samples: NonNegativeInt
     order_seed: NonNegativeInt
     mask_token_candidates: tuple[NonNegativeInt, ...] = ()  # ids that no sample holds, the best first
+    parts: tuple[str, ...] = ()  # data fingerprints of what was appended one after the other; absent: never appended
     settings: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, for information
 
 
@@ -73,7 +74,7 @@ def read_manifest(cache_dir: Path) -> Manifest:
         raise _damaged(path, "does not hold a JSON object")
     has_seal = tree.pop("seal", None) is not None  # there were caches before there were seals
     _refuse_other_format(cache_dir, tree)
-    missing = [entry.name for entry in fields(Manifest) if entry.name not in tree]
+    missing = [entry.name for entry in fields(Manifest) if entry.name not in tree and entry.name != "parts"]
     if missing:
         raise _damaged(path, f"lacks {', '.join(missing)}")
     try:
@@ -88,7 +89,10 @@ def read_manifest(cache_dir: Path) -> Manifest:
 
 def write_manifest(cache_dir: Path, manifest: Manifest) -> None:
     """Write the manifest atomically, making the folder if need be."""
-    text = json.dumps({**asdict(manifest), "seal": BLANK_SEAL}, indent=2, ensure_ascii=False)
+    tree = asdict(manifest)
+    if not manifest.parts:
+        del tree["parts"]
+    text = json.dumps({**tree, "seal": BLANK_SEAL}, indent=2, ensure_ascii=False)
     write_atomically(manifest_path(cache_dir), seal_bytes(f"{text}\n".encode()))
 
 
@@ -107,6 +111,11 @@ def manifest_path(cache_dir: Path) -> Path:
 def samples_dir(cache_dir: Path) -> Path:
     """Token ids, loss mask, source, bucket and length of every sample, in parquet."""
     return cache_dir / "samples"
+
+
+def samples_path(cache_dir: Path, part: int = 0) -> Path:
+    """The file of the samples that the cache began with (0), or of those that were appended then."""
+    return samples_dir(cache_dir) / (f"samples_{part:06d}.parquet" if part else "samples.parquet")
 
 
 def responses_dir(cache_dir: Path) -> Path:

@@ -27,6 +27,8 @@ from dflash_cache.cache.layout import FORMAT_VERSION
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.errors import CacheError
 
+_WRITEBACK_BYTES = 8 << 20
+ID_BYTES, MASK_BYTES = 4, 1  # of one token, beside its hidden states
 DATA_BEGIN = 4096  # bytes: 8 for the header's length, the rest JSON and spaces
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -41,7 +43,7 @@ class ShardWriter:
     """Writes one shard; it appears under `path` at `commit`, whole, or never.
 
     A context manager: leaving it without `commit`, by an exception or not, leaves nothing. `path` is replaced if it
-    exists (an uncommitted job's shard, redone). Disk errors raise CacheError.
+    exists (an uncommitted job's shard, redone). Disk errors raise WriteError.
     """
 
     def __init__(self, path: Path, bucket: int, num_layers: int, hidden_size: int, dtype: Dtype) -> None:
@@ -50,6 +52,7 @@ class ShardWriter:
         self._token_shape = (num_layers, hidden_size)
         self._dtype: Dtype = dtype
         self._num_tokens = 0
+        self._advised = 0  # bytes that the kernel was asked to write
         self._ids: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
         self._publication = ExitStack()
@@ -76,8 +79,12 @@ class ShardWriter:
     @property
     def num_bytes(self) -> int:
         """Size the file would have if it were committed now."""
-        token_bytes = math.prod(self._token_shape) * TORCH_DTYPES[self._dtype].itemsize + 4 + 1
-        return DATA_BEGIN + self._num_tokens * token_bytes
+        return DATA_BEGIN + self._num_tokens * (self._state_bytes + 4 + 1)
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of one token's hidden states."""
+        return math.prod(self._token_shape) * TORCH_DTYPES[self._dtype].itemsize
 
     def append(self, input_ids_T: Tensor, loss_mask_T: Tensor, hidden_TLH: Tensor) -> tuple[int, int]:
         """Write one sample; returns its token offset in the shard and its checksum (see `checksum_sample`).
@@ -93,11 +100,26 @@ class ShardWriter:
         hidden = as_bytes(hidden_TLH.detach().cpu().contiguous())
         with explain_write_errors(self._path):
             write_all(self._file, hidden.data)
+            self._start_writeback()
         row = self._num_tokens
         self._ids.append(ids)
         self._masks.append(mask)
         self._num_tokens += len(ids)
         return row, checksum_sample(hidden, ids, mask)
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens (whole samples), and drop what a failed `append` left behind them."""
+        if self._file is None or num_tokens > self._num_tokens:
+            raise ValueError("cut needs an open writer, and no more tokens than it holds")
+        while self._num_tokens > num_tokens:
+            self._num_tokens -= len(self._ids.pop())
+            self._masks.pop()
+        if self._num_tokens < num_tokens:
+            raise ValueError(f"{num_tokens} tokens are not a number of whole samples")
+        with explain_write_errors(self._path):
+            self._file.seek(DATA_BEGIN + num_tokens * self._state_bytes)
+            self._file.truncate()
+        self._advised = min(self._advised, DATA_BEGIN + num_tokens * self._state_bytes)
 
     def commit(self) -> None:
         """Complete the file, flush it to disk and give it its name."""
@@ -119,6 +141,15 @@ class ShardWriter:
             write_all(self._file, memoryview(header))
         self._file = None
         self._publication.close()
+
+    def _start_writeback(self) -> None:
+        """Have the kernel write to disk now what would else wait for the flush at `commit` (Linux does so on this
+        advice): 120 MB were flushed in 2 ms instead of 70, and other files keep their place in the page cache."""
+        assert self._file is not None
+        end = self._file.tell()
+        if end - self._advised >= _WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), self._advised, end - self._advised, os.POSIX_FADV_DONTNEED)
+            self._advised = end
 
     def _check(self, input_ids_T: Tensor, loss_mask_T: Tensor, hidden_TLH: Tensor) -> None:
         T = len(input_ids_T)

@@ -32,6 +32,11 @@ class TargetSettings(Settings):
         "bfloat16", description="dtype of the forward pass and the cached states; auto: the faster"
     )
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1, …")
+    device_map: str | None = Field(
+        None,
+        description="auto, balanced, …: spread a target too large for one device over all of them (transformers' "
+        "device_map; needs accelerate); one worker then drives the group. Not yet seen on GPUs",
+    )
     layer_ids: tuple[NonNegativeInt, ...] | None = Field(
         None,
         min_length=1,
@@ -93,6 +98,15 @@ class GenerateSettings(Settings):
     shard_bytes: PositiveInt = Field(1 << 30, description="a shard is closed when it holds this many bytes")
     shard_seconds: PositiveFloat = Field(600.0, description="or when it has been open for this long")
     order_seed: NonNegativeInt = Field(0, description="seed of the order in which jobs are listed")
+    devices: str | None = Field(
+        None, description="one worker a device: all (GPUs), 0,1 (these GPUs), cpu:2; null: one, on target.device"
+    )
+    buffer_bytes: PositiveInt = Field(
+        1 << 30, description="host memory of a worker for states that wait for the disk; at least one job's"
+    )
+    max_bad_share: Share = Field(
+        0.01, description="share of the samples whose states may be bad and left out before the run fails"
+    )
 
 
 class DrafterSettings(Settings):

@@ -35,7 +35,8 @@ class _RMSNorm(torch.autograd.Function):
         inverse = length.square_().div_(states.shape[-1]).add_(eps).rsqrt_()
         normed = (states * inverse).to(states.dtype)
         ctx.save_for_backward(normed, inverse, weight)
-        return normed * weight.to(states.dtype)
+        scaled: Tensor = normed * weight.to(states.dtype)
+        return scaled
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -45,7 +45,8 @@ from dflash_cache.cache.layout import (
     samples_dir,
     write_manifest,
 )
-from dflash_cache.cache.shards import TORCH_DTYPES
+from dflash_cache.cache.lock import lock_cache
+from dflash_cache.cache.shards import ID_BYTES, MASK_BYTES, TORCH_DTYPES
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.plan import JobList
@@ -53,9 +54,8 @@ from dflash_cache.data.templates import tokenizer_fingerprint
 from dflash_cache.drafter.mask_token import list_candidates
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import CacheError, ConfigError, DataError
-from dflash_cache.target.generate import ID_BYTES, MASK_BYTES, job_table
 from dflash_cache.target.load import load_tokenizer
-from dflash_cache.target.prepare import samples_fingerprint
+from dflash_cache.target.prepare import job_table, samples_fingerprint
 
 UNLIMITED = 2**31 - 1
 
@@ -86,9 +86,10 @@ def adopt(config: Config, source: Source, observer: AdoptObserver) -> Manifest:
             layer_ids=layer_ids,
         )
     )
-    claim(cache_dir, plan, bad)
-    copy_rest(cache_dir, dump, plan, bad, observer)
-    return finish(cache_dir, plan)
+    with lock_cache(cache_dir):
+        claim(cache_dir, plan, bad)
+        copy_rest(cache_dir, dump, plan, bad, observer)
+        return finish(cache_dir, plan)
 
 
 def open_dump(source: Source) -> Dump:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_cache.cache.shards import DATA_BEGIN, TORCH_DTYPES
+from dflash_cache.cache.shards import DATA_BEGIN, ID_BYTES, MASK_BYTES, TORCH_DTYPES
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.conversations import ReadResult, read_conversations
@@ -22,9 +22,7 @@ from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import DataError
 from dflash_cache.target.load import load_tokenizer, resolve_layer_ids
 from dflash_cache.target.observer import Observer
-from dflash_cache.target.prepare import Loader, build
-
-ID_BYTES, MASK_BYTES = 4, 1
+from dflash_cache.target.prepare import build
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def _measure_answered(config: Config, read: ReadResult, observer: Observer) -> n
     if not answered:
         return np.zeros(0, np.int64)
     closed = config.model_copy(update={"respond": config.respond.model_copy(update={"enabled": False})})
-    samples = build(closed, replace(read, conversations=answered), Loader(closed), observer)
+    samples = build(closed, replace(read, conversations=answered), {}, observer)
     lengths: np.ndarray = samples["length"].to_numpy().astype(np.int64)
     return lengths
 

@@ -16,13 +16,13 @@ ROOM = 64  # positions added at once: one copy in 64 tokens, for at most 63 unus
 def make_cache(config: PretrainedConfig) -> DynamicCache:
     """A dynamic cache whose full-attention layers are roomy; layers of other kinds stay transformers' own."""
     cache = DynamicCache(config=config)
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
     if cache.layer_class_to_replicate is DynamicLayer:  # layers made at their first use
         cache.layer_class_to_replicate = RoomyLayer
     return cache
 
 
-class RoomyLayer(DynamicLayer):
+class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers
     """Keys and values (S, K, T, D) as the first T positions of larger tensors."""
 
     _room: tuple[Tensor, Tensor] | None = None
@@ -35,7 +35,7 @@ class RoomyLayer(DynamicLayer):
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             self._room = self._make_room(key_states, begin, end), self._make_room(value_states, begin, end)
-            if begin:
+            if self.keys is not None and self.values is not None and begin:
                 self._room[0][..., :begin, :] = self.keys
                 self._room[1][..., :begin, :] = self.values
         keys, values = self._room
@@ -47,8 +47,10 @@ class RoomyLayer(DynamicLayer):
     def _is_in_room(self) -> bool:
         """Whether the present keys are the room's first positions still, and not a selection or a copy of them."""
         room = self._room
-        return room is not None and (
-            self.keys.data_ptr() == room[0].data_ptr() and self.keys.shape[:-2] == room[0].shape[:-2]
+        return (
+            room is not None
+            and self.keys is not None
+            and (self.keys.data_ptr() == room[0].data_ptr() and self.keys.shape[:-2] == room[0].shape[:-2])
         )
 
     @staticmethod

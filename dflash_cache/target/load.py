@@ -57,9 +57,13 @@ def load_target(settings: TargetSettings) -> Target:
     layer_ids = resolve_layer_ids(settings, config)
     device = resolve_device(settings.device)
     tokenizer = load_tokenizer(settings)
-    model = _load_model(settings).to(device).eval().requires_grad_(False)  # type: ignore[arg-type]  # wrapped `to`
+    model = _load_model(settings)
+    if settings.device_map is None:
+        model = model.to(device)  # type: ignore[arg-type]  # wrapped `to`
+    else:
+        device = model.device  # of its first layers: ids go in there, and captured states are gathered there
     return Target(
-        model=model,
+        model=model.eval().requires_grad_(False),  # type: ignore[no-untyped-call]
         tokenizer=tokenizer,
         config=config,
         layers=find_decoder_layers(model),
@@ -190,6 +194,7 @@ def _load_model(settings: TargetSettings) -> PreTrainedModel:
                 settings.model,
                 revision=settings.revision,
                 dtype=DTYPES[settings.dtype],
+                device_map=settings.device_map,
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,

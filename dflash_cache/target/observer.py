@@ -12,6 +12,8 @@ class Estimate:
     remaining_tokens: int
     token_bytes: int
     free_bytes: int
+    num_workers: int
+    buffer_bytes: int  # of all workers, for states on their way to the disk
 
     @property
     def total_bytes(self) -> int:
@@ -30,11 +32,17 @@ class Observer:
     def skipped(self, reasons: dict[str, int], first: dict[str, str]) -> None:
         """Records left out, by reason; `first` says where the first of each stands."""
 
+    def rejected(self, reasons: dict[str, int], first: dict[str, str]) -> None:
+        """Samples whose states were bad and left out, by reason, at the end; `first` names the first of each."""
+
     def responding(self, done: int, total: int, new_tokens: int) -> None:
         """Prompts answered so far, and the tokens of the answers made in this run."""
 
     def estimated(self, estimate: Estimate) -> None:
         """Called once, before the first forward."""
+
+    def noted(self, sentence: str) -> None:
+        """Something that the user should know; the run goes on."""
 
     def forwarding(self, done_tokens: int, total_tokens: int) -> None:
         """Tokens whose states are in the writer's hands."""

@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from xxhash import xxh3_64
 
-from dflash_cache.cache.layout import Manifest, responses_dir
+from dflash_cache.cache.files import write_table
+from dflash_cache.cache.layout import Manifest, jobs_path, manifest_path, read_manifest, responses_dir, samples_path
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.conversations import ReadResult, RecordError, read_conversations
@@ -32,6 +34,7 @@ from dflash_cache.data.templates import (
 )
 from dflash_cache.drafter.mask_token import list_candidates
 from dflash_cache.drafter.weights import TargetFiles
+from dflash_cache.errors import CacheError
 from dflash_cache.target.load import Target, load_target, load_tokenizer, resolve_layer_ids, stop_ids_of
 from dflash_cache.target.observer import Observer
 from dflash_cache.target.respond import respond
@@ -45,6 +48,12 @@ class Preparation:
     bucket_N: np.ndarray
     jobs: JobList
     manifest: Manifest
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample (N,) int64."""
+        lengths: np.ndarray = self.samples["length"].to_numpy().astype(np.int64)
+        return lengths
 
 
 class Loader:
@@ -60,9 +69,16 @@ class Loader:
             self._target = load_target(self._config.target)
         return self._target
 
+    def drop(self) -> None:
+        """Give its memory back: others load it too."""
+        self._target = None
 
-def prepare(config: Config, loader: Loader, observer: Observer) -> Preparation:
-    """Read, answer, tokenize, bucket and list. Raises ConfigError, DataError or TargetError."""
+
+def prepare(config: Config, loader: Loader, observer: Observer, append: bool = False) -> Preparation:
+    """Read, answer, tokenize, bucket and list, to begin a cache or to `append` to one.
+
+    Raises ConfigError, DataError or TargetError.
+    """
     files = TargetFiles(config.target)
     target_config = files.load_config()
     layer_ids = resolve_layer_ids(config.target, target_config)
@@ -72,7 +88,7 @@ def prepare(config: Config, loader: Loader, observer: Observer) -> Preparation:
     observer.skipped(read.skipped, read.first_skipped)
     fingerprint = files.fingerprint()
 
-    samples = build(config, read, loader, observer)
+    samples = build(config, read, answer(config, read, loader, observer, append), observer)
     lengths = samples["length"].to_numpy()
     bounds = config.data.bucket_bounds or quantile_bounds(lengths, config.data.num_buckets, config.data.max_length)
     bucket_N = assign_buckets(lengths, bounds)
@@ -104,6 +120,49 @@ def prepare(config: Config, loader: Loader, observer: Observer) -> Preparation:
     return Preparation(samples, bucket_N, jobs, manifest)
 
 
+def read_preparation(config: Config) -> Preparation:
+    """The same, as another worker left it in the cache. Raises CacheError."""
+    cache_dir = Path(config.cache_dir)
+    manifest = read_manifest(cache_dir)
+    samples = pa.concat_tables(read_samples(cache_dir, part) for part in range(max(1, len(manifest.parts))))
+    jobs = _read_table(jobs_path(cache_dir))
+    sizes = pc.list_value_length(jobs["samples"]).to_numpy()
+    begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+    listed = JobList(pc.list_flatten(jobs["samples"]).to_numpy(), begin, jobs["bucket"].to_numpy())
+    return Preparation(samples, samples["bucket"].to_numpy(), listed, manifest)
+
+
+def read_samples(cache_dir: Path, part: int) -> pa.Table:
+    """A part's samples: the table of `data.samples`, and the column bucket. Raises CacheError."""
+    return _read_table(samples_path(cache_dir, part))
+
+
+def _read_table(path: Path) -> pa.Table:
+    try:
+        return pq.read_table(path, partitioning=None)
+    except (pa.ArrowException, OSError) as error:
+        raise CacheError(
+            f"{path} cannot be read ({str(error).splitlines()[0].rstrip('.')}): restore it from a copy, or delete it "
+            "and run `dflash generate` again with the data that it was made from."
+        ) from None
+
+
+def write_preparation(cache_dir: Path, preparation: Preparation) -> None:
+    """Write samples and job list into the cache, where they are not there already. Raises WriteError."""
+    path = samples_path(cache_dir)
+    if not path.exists():  # they follow from the manifest
+        bucketed = preparation.samples.append_column("bucket", pa.array(preparation.bucket_N, pa.int16()))
+        write_table(path, bucketed)
+    write_table(jobs_path(cache_dir), job_table(preparation.jobs))  # the token budget may be another than it was
+
+
+def job_table(jobs: JobList) -> pa.Table:
+    """One row a job: job, bucket, samples."""
+    samples = pa.ListArray.from_arrays(pa.array(jobs.begin, pa.int32()), pa.array(jobs.samples, pa.int64()))
+    numbers = pa.array(np.arange(jobs.num_jobs), pa.int32())
+    return pa.table({"job": numbers, "bucket": pa.array(jobs.bucket, pa.int16()), "samples": samples})
+
+
 def samples_fingerprint(samples: pa.Table) -> str:
     """16 hex digits over the ids and masks of all samples, in their order: what the states are computed from."""
     hasher = xxh3_64(samples["length"].to_numpy().tobytes())
@@ -113,11 +172,10 @@ def samples_fingerprint(samples: pa.Table) -> str:
     return hasher.hexdigest()
 
 
-def build(config: Config, read: ReadResult, loader: Loader, observer: Observer) -> pa.Table:
-    """The table of samples; prompts without an answer are answered by the target first, if `respond` is on."""
+def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observer: Observer) -> pa.Table:
+    """The table of samples; those in `answered` have their answers from there."""
     tokenizer = load_tokenizer(config.target)
     stop_ids = stop_ids_of(config.target, tokenizer)
-    answered = answer(config, read, loader, observer)
     reasons: Counter[str] = Counter()
     first: dict[str, str] = {}
 
@@ -142,14 +200,19 @@ def build(config: Config, read: ReadResult, loader: Loader, observer: Observer) 
     return table
 
 
-def answer(config: Config, read: ReadResult, loader: Loader, observer: Observer) -> dict[str, Tokens]:
-    """The target's own answers by source, of conversations that end with the user's message."""
+def answer(config: Config, read: ReadResult, loader: Loader, observer: Observer, append: bool) -> dict[str, Tokens]:
+    """The target's own answers by source, of conversations that end with the user's message, if `respond` is on.
+
+    What is appended to a cache has a folder for its answers of its own, told by its prompts.
+    """
     tokenizer = load_tokenizer(config.target)
     waiting = [conversation for conversation in read.conversations if conversation.needs_answer]
     if not waiting or not config.respond.enabled:
         return {}
     prompts = [tokenize_prompt(tokenizer, conversation.messages, conversation.source) for conversation in waiting]
     folder = responses_dir(Path(config.cache_dir))
+    if append and manifest_path(Path(config.cache_dir)).exists():
+        folder /= f"appended-{xxh3_64(repr(prompts).encode()).hexdigest()}"
     replies = respond(loader.load(), prompts, config.respond, folder, observer.responding)
     return {
         conversation.source: answer_sample(prompt, reply)

@@ -16,6 +16,7 @@ import torch
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.cache.layout import Manifest
 from dflash_cache.cache.reader import CacheReader
+from dflash_cache.cache.rejected import read_rejected
 from dflash_cache.config.loading import dump_config
 from dflash_cache.config.settings import Config, TrainSettings
 from dflash_cache.data.plan import BatchLimits, EpochPlan, encode_plan, plan_epoch, step_bounds
@@ -154,7 +155,8 @@ def check_cache(reader: CacheReader, files: TargetFiles, config: Config) -> None
             "take the cache's, or generate another cache."
         )
     num_cached = len(reader.index.sample)
-    if num_cached < manifest.num_samples:
+    num_rejected = read_rejected(cache_dir).num_rows  # bad states: left out when the cache was made, and recorded
+    if num_cached + num_rejected < manifest.num_samples:
         raise CacheError(
             f"The cache at {cache_dir} is unfinished ({num_cached:,} of {manifest.num_samples:,} samples): run "
             "`dflash generate` again, it goes on where it stopped."

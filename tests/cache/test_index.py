@@ -9,8 +9,8 @@ import pytest
 
 from dflash_cache.cache.index import (
     SCHEMA,
+    cached_rows,
     commit_fragment,
-    completed_jobs,
     consolidate,
     index_fingerprint,
     open_index,
@@ -52,7 +52,7 @@ def test_rows_come_back_sorted_by_sample_whatever_the_fragments_order(tmp_path: 
     assert table["checksum"].to_pylist() == [2**64 - 1 - sample for sample in (0, 3, 4, 5)]
     columns = split_columns(table)
     assert [columns.shard_names[code] for code in columns.shard] == table["shard"].to_pylist()
-    assert completed_jobs(tmp_path).tolist() == [2, 8]
+    assert cached_rows(tmp_path).equals(table)
 
 
 def test_consolidation_leaves_one_file_and_the_same_fingerprint(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_fingerprint_changes_with_each_column_that_places_a_sample(column: s
     assert len(index_fingerprint(table)) == 16
 
 
-def test_an_absent_or_empty_index_is_refused_but_has_no_completed_jobs(tmp_path: Path) -> None:
+def test_an_absent_or_empty_index_is_refused_but_has_no_cached_rows(tmp_path: Path) -> None:
     words = f"The cache at {tmp_path} holds no samples yet: run `dflash generate` first."
     with pytest.raises(CacheError) as caught:
         open_index(tmp_path)
@@ -112,7 +112,7 @@ def test_an_absent_or_empty_index_is_refused_but_has_no_completed_jobs(tmp_path:
     with pytest.raises(CacheError) as caught:
         open_index(tmp_path)
     assert str(caught.value) == words
-    assert completed_jobs(tmp_path).tolist() == []
+    assert cached_rows(tmp_path).num_rows == 0
 
 
 def test_a_fragment_is_never_replaced(tmp_path: Path) -> None:

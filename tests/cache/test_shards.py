@@ -166,3 +166,18 @@ def test_a_foreign_or_cut_file_is_no_shard(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             read_layout(descriptor)
         os.close(descriptor)
+
+
+def test_a_shard_cut_back_is_the_shard_without_what_was_cut(tmp_path: Path) -> None:
+    samples = [make_sample(length, 2, 4, "float32", length) for length in (3, 5, 2, 4)]
+    with ShardWriter(tmp_path / "cut", 0, 2, 4, "float32") as writer:
+        for sample in samples[:3]:
+            writer.append(*sample)
+        writer.cut(3)
+        writer.append(*samples[3])
+        writer.commit()
+    with ShardWriter(tmp_path / "plain", 0, 2, 4, "float32") as writer:
+        for sample in (samples[0], samples[3]):
+            writer.append(*sample)
+        writer.commit()
+    assert (tmp_path / "cut").read_bytes() == (tmp_path / "plain").read_bytes()

@@ -106,13 +106,13 @@ def test_two_ranks_under_torchrun_show_each_line_once_and_train_what_one_rank_tr
 def test_a_killed_generate_goes_on_and_leaves_the_same_states(dflash, project: Path) -> None:
     script = (
         "import sys, os\n"
-        "from dflash_cache.target import generate\n"
-        "forward, count = generate.forward_job, []\n"
+        "from dflash_cache.cache.writer import CacheWriter\n"
+        "append, count = CacheWriter.append, []\n"
         "def job(*args):\n"
-        "    if len(count) == 4: os._exit(9)\n"
+        "    if len(count) == 8: os._exit(9)\n"
         "    count.append(1)\n"
-        "    return forward(*args)\n"
-        "generate.forward_job = job\n"
+        "    append(*args)\n"
+        "CacheWriter.append = job\n"
         "from dflash_cli.__main__ import main\n"
         f"sys.argv = ['dflash', 'generate', {str(project)!r}, '--set', 'generate.shard_bytes=5000']\n"
         "main()\n"

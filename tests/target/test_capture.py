@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ from torch import Tensor
 
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.config.settings import TargetSettings
+from dflash_cache.errors import TargetError
 from dflash_cache.target.capture import capture_states
 from dflash_cache.target.load import Target, load_target, text_model
 
@@ -100,3 +102,20 @@ def test_bfloat16_states_are_the_plain_forwards_to_the_bit(family_folder: Path) 
     states_1TLH = capture_states(target, ids_1T, torch.tensor([23]))
     assert states_1TLH.dtype == torch.bfloat16
     assert torch.equal(states_1TLH, expected_states(target, ids_1T))
+
+
+def test_states_of_another_length_than_the_tokens_are_refused(llama: Target) -> None:
+    hook = llama.layers[2].register_forward_hook(lambda layer, inputs, output: output[:, :1])
+    try:
+        with pytest.raises(TargetError, match=r"gave states of shape \(2, 1, 32\) for \(2, 9, 32\)"):
+            capture_states(llama, draw_ids(2, 9), torch.tensor([9, 9]))
+    finally:
+        hook.remove()
+    assert not any(layer._forward_hooks for layer in llama.layers)
+
+
+def test_a_layer_that_does_not_run_is_refused(llama: Target) -> None:
+    layers = torch.nn.ModuleList([llama.layers[0], torch.nn.Linear(1, 1), *llama.layers[2:]])
+    target = replace(llama, layers=layers, layer_ids=(0, 1, 4))
+    with pytest.raises(TargetError, match=r"Layers \[1\] of the target did not run in its forward"):
+        capture_states(target, draw_ids(2, 9), torch.tensor([9, 9]))

@@ -193,3 +193,13 @@ def test_no_list_or_several_lists_of_layers_are_refused(llama_folder: Path) -> N
         "The target's model (LlamaForCausalLM) has no list of 7 layers where its decoder layers should be: "
         "this family is not supported yet."
     )
+
+
+def test_a_target_with_a_device_map_gives_the_same_states(llama_folder: Path) -> None:
+    ids_ST, lengths_S = torch.arange(4, 22).view(2, 9), torch.tensor([9, 6])
+    plain, mapped = (
+        load_target(settings(llama_folder, layer_ids=(0, 2, 4), device_map=name)) for name in (None, "auto")
+    )
+    assert mapped.device == mapped.layers[0].self_attn.q_proj.weight.device
+    assert not any(parameter.requires_grad for parameter in mapped.model.parameters())
+    assert torch.equal(capture_states(plain, ids_ST, lengths_S), capture_states(mapped, ids_ST, lengths_S))

@@ -22,7 +22,7 @@ from torch import Tensor
 from dflash_cache.cache.adopt.dump import Dump, Expected, SampleError, check_sample, load_states
 from dflash_cache.cache.adopt.scan import BadSamples
 from dflash_cache.cache.files import write_table
-from dflash_cache.cache.index import commit_fragment, completed_jobs
+from dflash_cache.cache.index import cached_rows, commit_fragment
 from dflash_cache.cache.layout import Manifest, shard_name, shard_path
 from dflash_cache.cache.shards import TORCH_DTYPES, ShardWriter
 from dflash_cache.data.plan import JobList
@@ -89,7 +89,7 @@ def plan_shards(lengths_N: np.ndarray, bucket_N: np.ndarray, token_bytes: int, s
 def remaining_jobs(cache_dir: Path, plan: CopyPlan) -> np.ndarray:
     """Jobs that have neither rows in the index nor all of their samples left out."""
     left_out = read_left_out(cache_dir)["sample"].to_numpy(zero_copy_only=False)
-    missing = np.setdiff1d(np.arange(plan.jobs.num_jobs), completed_jobs(cache_dir))
+    missing = np.setdiff1d(np.arange(plan.jobs.num_jobs), cached_rows(cache_dir)["job"].to_numpy())
     return np.array([job for job in missing.tolist() if np.setdiff1d(plan.jobs.samples_of(job), left_out).size], int)
 
 

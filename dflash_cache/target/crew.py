@@ -1,0 +1,221 @@
+"""Several workers, one a device: processes of our own on one machine, or those that torchrun started on several.
+
+One prepares the cache; the others, who share nothing with it but the storage and a store of counters, read samples and
+jobs from the cache itself. A worker that dies ends the run: the others stop after the job they are at and commit.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import torch
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]  # re-exported silently
+from torch.distributed.rendezvous import rendezvous
+from torch.multiprocessing import get_context
+
+from dflash_cache.config.settings import Config
+from dflash_cache.errors import CacheError, ConfigError, DFlashError
+from dflash_cache.target.dealer import Dealer, StoppedError
+from dflash_cache.target.interrupts import terminate_like_interrupt
+from dflash_cache.target.load import load_target
+from dflash_cache.target.observer import Observer
+from dflash_cache.target.prepare import read_preparation
+from dflash_cache.target.work import work
+
+_LOOPBACK = "127.0.0.1"
+_POLL_SECONDS = 0.2
+_INTERRUPTED = 130
+
+
+def list_devices(config: Config) -> list[str]:
+    """The device of each worker, as `target.device` takes them. Raises ConfigError."""
+    text = config.generate.devices
+    if text is None:
+        return [config.target.device]
+    kind, _, number = text.partition(":")
+    num_gpus = torch.cuda.device_count()
+    if text == "all":
+        devices = [f"cuda:{i}" for i in range(num_gpus)]
+    elif kind == "cpu" and (number.isdigit() or text == "cpu"):
+        devices = ["cpu"] * int(number or 1)
+    else:
+        places = text.split(",")
+        if not all(place.isdigit() for place in places) or len(set(places)) < len(places):
+            raise ConfigError(f"generate.devices {text!r} is none of all, 0,1 (numbers of GPUs) and cpu:2.")
+        devices = [f"cuda:{int(place)}" for place in places]
+        if missing := [place for place in places if int(place) >= num_gpus]:
+            raise ConfigError(f"generate.devices names GPU {missing[0]}, but {num_gpus} are here: leave it out.")
+    if not devices:
+        raise ConfigError(f"generate.devices {text!r} names no device (no GPU is here): use cpu:2, or leave it out.")
+    if len(devices) > 1 and config.target.device_map is not None:
+        raise ConfigError("generate.devices and target.device_map exclude each other: one worker drives the whole map.")
+    return devices
+
+
+def run_crew(config: Config, devices: Sequence[str], dealer: Dealer, address: "Address", observer: Observer) -> None:
+    """One worker process a device, until all jobs are done; the progress is that of all.
+
+    Raises CacheError when a worker fails or dies; the others then end after their job. KeyboardInterrupt likewise.
+    """
+    context: BaseContext = get_context("spawn")  # a fork would not survive an initialised GPU
+    processes = [
+        context.Process(  # type: ignore[attr-defined]  # every context has it
+            target=_run_worker,
+            args=(on_device(config, device), address.for_child(context), rank, len(devices)),
+            name=f"worker {rank} ({device})",
+        )
+        for rank, device in enumerate(devices)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        _watch(processes, dealer, observer, address.total_tokens)
+    finally:
+        dealer.stop()
+        for process in processes:
+            if process.pid is not None:
+                process.join()
+    failed = [(rank, process) for rank, process in enumerate(processes) if process.exitcode]
+    if failed:
+        raise CacheError(" ".join(_describe_end(address.store, rank, process) for rank, process in failed))
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where workers find the counters, and what they hold on to: the descriptor of the cache's lock."""
+
+    store: TCPStore
+    lock: int | None
+    total_tokens: int
+
+    def for_child(self, context: BaseContext) -> tuple[int, Any]:
+        """The port, and the lock as a process that is being started inherits it."""
+        if self.lock is None or context.get_start_method() == "fork":  # a fork inherits every descriptor
+            return self.store.port, None
+        return self.store.port, _Inherited(self.lock)
+
+
+class _Inherited:
+    """A descriptor that the started process gets a copy of, open until it ends."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _receive, (DupFd(self.descriptor),)
+
+
+def _receive(duplicate: Any) -> _Inherited:
+    return _Inherited(duplicate.detach())
+
+
+def open_local_store() -> TCPStore:
+    """A store of counters for processes of this machine; it lives as long as the object."""
+    return TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+
+def on_device(config: Config, device: str) -> Config:
+    """The configuration with another target.device."""
+    target = config.target.model_copy(update={"device": device})
+    return config.model_copy(update={"target": target})
+
+
+def _run_worker(config: Config, address: tuple[int, Any], rank: int, num_workers: int) -> None:
+    """What a worker process does; it tells its error through the store, and ends with a code that is not 0."""
+    port, _lock = address
+    store = TCPStore(_LOOPBACK, port, is_master=False, wait_for_workers=False)
+    try:
+        with terminate_like_interrupt():
+            if config.target.device == "cpu":  # workers on one CPU share its cores
+                torch.set_num_threads(max(1, torch.get_num_threads() // num_workers))
+            work(config, load_target(config.target), read_preparation(config), Dealer(store), Observer())
+    except DFlashError as error:
+        store.set(f"error/{rank}", str(error))
+        sys.exit(2)
+    except (KeyboardInterrupt, StoppedError):
+        sys.exit(_INTERRUPTED)
+
+
+def _watch(processes: Sequence[BaseProcess], dealer: Dealer, observer: Observer, total_tokens: int) -> None:
+    """Show progress until all have ended, or the first has failed."""
+    show = _Changes(dealer, observer, total_tokens)
+    while running := [process for process in processes if process.is_alive()]:
+        wait([process.sentinel for process in running], timeout=_POLL_SECONDS)
+        show()
+        if any(process.exitcode for process in processes):
+            return
+
+
+class _Changes:
+    """Tells the observer the tokens of all workers, when they have changed."""
+
+    def __init__(self, dealer: Dealer, observer: Observer, total_tokens: int) -> None:
+        self._dealer, self._observer, self._total_tokens = dealer, observer, total_tokens
+        self._told = -1
+
+    def __call__(self) -> None:
+        done = self._dealer.add_tokens(0)
+        if done != self._told:
+            self._observer.forwarding(done, self._total_tokens)
+            self._told = done
+
+
+def _describe_end(store: Store, rank: int, process: BaseProcess) -> str:
+    code = process.exitcode or 0
+    if store.check([f"error/{rank}"]):
+        return str(store.get(f"error/{rank}").decode())
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return f"{process.name.capitalize()} {how}: run the same command again."
+
+
+@dataclass(frozen=True)
+class Launched:
+    """This process's place among those that torchrun (or anything that sets its variables) started."""
+
+    store: Store
+    rank: int
+    num_workers: int
+
+    def follow(self, config: Config) -> None:
+        """Work as one of the others: wait until the first has prepared, then do jobs."""
+        try:
+            while not self.store.check(["jobs"]):
+                if self.store.check(["failed"]):
+                    raise CacheError("The first worker could not prepare the cache: see its message.")
+                time.sleep(_POLL_SECONDS)
+            preparation = read_preparation(config)
+            work(config, load_target(own_device(config).target), preparation, Dealer(self.store), Observer())
+            self.store.add("ended", 1)
+        except (DistError, StoppedError):
+            raise CacheError("The first worker is gone: run the same command again.") from None
+
+    def wait_for_others(self, dealer: Dealer, observer: Observer, total_tokens: int) -> None:
+        """Until all others have ended well; one that fails is the launcher's to notice."""
+        show = _Changes(dealer, observer, total_tokens)
+        while self.store.add("ended", 0) < self.num_workers - 1:
+            show()
+            time.sleep(_POLL_SECONDS)
+
+
+def join_launcher(config: Config) -> Launched | None:
+    """This process's place under torchrun, or None if nothing launched it. Raises ConfigError."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return None
+    if config.generate.devices is not None:
+        raise ConfigError("generate.devices and torchrun exclude each other: leave --devices out, torchrun gives them.")
+    store, rank, num_workers = next(rendezvous("env://"))
+    return Launched(store, rank, num_workers)
+
+
+def own_device(config: Config) -> Config:
+    """Under torchrun: the configuration with the GPU of this process's local rank for `auto`."""
+    if config.target.device != "auto" or not torch.cuda.is_available() or config.target.device_map is not None:
+        return config
+    return on_device(config, f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}")

@@ -1,0 +1,60 @@
+"""One deal of jobs to any number of workers: the next job, the next shard's number, and what all have done so far.
+
+All of it is a few counters in a torch.distributed store: in this process for one worker, over TCP for several, the
+launcher's under torchrun. Jobs are dealt one by one to whoever is free, so that none starves while another has a
+queue; one request each, 0.1 ms. A store that is gone (its process was killed) ends the dealing like a stop.
+"""
+
+import numpy as np
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # torch re-exports without saying so
+
+_STOPPED = 1 << 60  # far behind any list
+
+
+class StoppedError(Exception):
+    """The process that deals is gone; whoever works commits what is whole and ends."""
+
+
+class Dealer:
+    """The counters; the process that prepares calls `begin`, after which any worker may ask."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._jobs: np.ndarray | None = None
+
+    def begin(self, jobs: np.ndarray, shard_numbers: list[int], num_tokens: int, num_bad: int) -> None:
+        """Lay out the jobs to be done, in their order, and where each count begins."""
+        for bucket, number in enumerate(shard_numbers):
+            self._store.add(f"shard/{bucket}", number)
+        self._store.add("tokens", num_tokens)
+        self._store.add("bad", num_bad)
+        self._store.set("jobs", jobs.astype("<i8").tobytes())  # type: ignore[arg-type]  # bytes are taken too
+
+    def next_job(self) -> int | None:
+        """A job that nobody else has, or None if none is left or the run is stopped."""
+        if self._jobs is None:
+            self._jobs = np.frombuffer(self._store.get("jobs"), "<i8")
+        place = self._add("next", 1) - 1
+        return int(self._jobs[place]) if place < len(self._jobs) else None
+
+    def stop(self) -> None:
+        """Deal no more jobs to anyone."""
+        self._add("next", _STOPPED)
+
+    def next_shard(self, bucket: int) -> int:
+        """A shard number of the bucket that nobody else has."""
+        return self._add(f"shard/{bucket}", 1) - 1
+
+    def add_tokens(self, num_tokens: int) -> int:
+        """Count tokens as handed to a writer; returns those of all workers, and of earlier runs."""
+        return self._add("tokens", num_tokens)
+
+    def add_bad(self, num_samples: int) -> int:
+        """Count bad samples; returns those of all workers, and of earlier runs."""
+        return self._add("bad", num_samples)
+
+    def _add(self, name: str, number: int) -> int:
+        try:
+            return self._store.add(name, number)
+        except DistError as error:
+            raise StoppedError from error
