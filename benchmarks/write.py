@@ -10,7 +10,7 @@ All three do the same jobs of a finished cache, taking turns in one process; the
 the ratios survive a machine that others use. `generate` is charged with opening, flushing and committing its shards
 after a few jobs, which a long run does once in a gigabyte and beside the next forwards.
 
-    python benchmarks/write.py --cache CACHE --target TARGET [--jobs 3 --repeat 4] [--json]
+    python benchmarks/write.py --cache CACHE --target TARGET [--jobs 9 --repeat 3] [--json]
 """
 
 import argparse
@@ -123,8 +123,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="a finished cache: its samples and jobs are taken")
     parser.add_argument("--target", required=True)
-    parser.add_argument("--jobs", type=int, default=3)
-    parser.add_argument("--repeat", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=9)
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     manifest = read_manifest(arguments.cache)
