@@ -94,6 +94,8 @@ class Stages:
         from dflash_cli.train import train_drafter
 
         shown = train_drafter(self._config)
+        if not shown.complete:
+            raise typer.Exit(130)  # what a shell says of a command that was interrupted
         return {"worked": shown.tokens > 0, "tokens": shown.tokens, "blocks": shown.blocks}
 
     def _eval(self) -> Figures:

@@ -2,13 +2,12 @@
 
 import json
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated, Self
 
 import typer
 
 from dflash_cache.cache.layout import Manifest
-from dflash_cache.config.loading import dump_config, load_config
+from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
 from dflash_cache.errors import ConfigError
 from dflash_cache.target.observer import Estimate, Observer
@@ -40,9 +39,8 @@ def register(app: typer.Typer) -> None:
 
 def generate_cache(config: Config, append: bool = False) -> tuple[Manifest | None, "GenerateConsole"]:
     """Fill the cache, showing what happens; returns its manifest (None in torchrun's others) and the figures shown."""
-    from dflash_cache.cache.files import write_atomically
+    from dflash_cache.cache.layout import write_config
     from dflash_cache.cache.remote import is_remote
-    from dflash_cache.cache.seal import BLANK_SEAL, seal_bytes
     from dflash_cache.target.generate import generate
 
     if is_remote(config.cache_dir):
@@ -52,8 +50,7 @@ def generate_cache(config: Config, append: bool = False) -> tuple[Manifest | Non
     with GenerateConsole() as shown:
         manifest = generate(config, shown, append)
     if manifest is not None:
-        text = f"{dump_config(config)}# {BLANK_SEAL}\n"
-        write_atomically(Path(config.cache_dir) / "config.yaml", seal_bytes(text.encode()))
+        write_config(config)
         left_out = f", {shown.num_bad:,} of them bad and left out" if shown.num_bad else ""
         console.print(f"The cache {config.cache_dir} is complete: {manifest.num_samples:,} samples{left_out}.")
     return manifest, shown

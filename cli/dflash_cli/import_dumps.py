@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 import typer
 
 from dflash_cache.cache.adopt.source import AdoptObserver, Outline, Source
-from dflash_cache.config.loading import dump_config, load_config, validate_config
+from dflash_cache.config.loading import load_config, validate_config
 from dflash_cache.config.settings import Config
 from dflash_cache.errors import ConfigError
 from dflash_cli.console import WorkProgress, console, show_bytes
@@ -130,12 +130,12 @@ def read_layer_ids(
 
 def import_states(config: Config, source: Source) -> None:
     """Fill the cache, showing what happens."""
-    from dflash_cache.cache.files import write_atomically
+    from dflash_cache.cache.layout import write_config
     from dflash_cache.target.adopt import adopt
 
     with ImportConsole() as shown:
         manifest = adopt(config, source, shown)
-    write_atomically(Path(config.cache_dir) / "config.yaml", dump_config(config).encode())
+    write_config(config)
     console.print(f"The cache {config.cache_dir} is complete: {manifest.num_samples:,} samples.")
 
 

@@ -44,10 +44,10 @@ def train_drafter(config: Config) -> "TrainConsole":
             sinks = [shown, stack.enter_context(JsonLines(run_dir / "log.jsonl"))]
             if config.wandb.mode != "disabled":
                 sinks.append(stack.enter_context(Wandb(config)))
-        complete = train(config, sinks, ranks)
+        shown.complete = train(config, sinks, ranks)
     if ranks.is_first:
         saved = latest_path(run_dir)
-        if complete:
+        if shown.complete:
             console.print(f"Training is complete: {saved}")
         else:
             console.print(f"Stopped with a checkpoint ({saved}); the same command goes on from there.")
@@ -59,6 +59,7 @@ class TrainConsole:
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
+        self.complete = False
         self.tokens = 0
         self.blocks = 0
         self.seconds = 0.0

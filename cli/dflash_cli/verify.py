@@ -88,9 +88,11 @@ def recheck_cache(
 
 def repair_cache(cache: Path, report: "Report") -> int:
     """Take what is damaged out of the cache."""
+    from dflash_cache.cache.lock import lock_cache
     from dflash_cache.cache.verify import repair
 
-    return repair(cache, report)
+    with lock_cache(cache):
+        return repair(cache, report)
 
 
 def check_cache(cache: Path, full: bool, threads: int, quiet: bool) -> "Report":

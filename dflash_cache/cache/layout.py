@@ -15,7 +15,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.cache.seal import BLANK_SEAL, check_seal, seal_bytes
 from dflash_cache.config.dtypes import Dtype
-from dflash_cache.config.settings import NonNegativeInt, PositiveInt
+from dflash_cache.config.loading import dump_config
+from dflash_cache.config.settings import Config, NonNegativeInt, PositiveInt
 from dflash_cache.errors import CacheError
 
 FORMAT_VERSION = 1
@@ -94,6 +95,12 @@ def write_manifest(cache_dir: Path, manifest: Manifest) -> None:
         del tree["parts"]
     text = json.dumps({**tree, "seal": BLANK_SEAL}, indent=2, ensure_ascii=False)
     write_atomically(manifest_path(cache_dir), seal_bytes(f"{text}\n".encode()))
+
+
+def write_config(config: Config) -> None:
+    """Leave the full configuration that made the cache in its folder, sealed."""
+    text = f"{dump_config(config)}# {BLANK_SEAL}\n"
+    write_atomically(Path(config.cache_dir) / "config.yaml", seal_bytes(text.encode()))
 
 
 def difference(was: Manifest, now: Manifest) -> list[str]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dflash_cache.cache.files import write_table
+from dflash_cache.cache.seal import read_sealed_table
 from dflash_cache.errors import CacheError
 
 SCHEMA = pa.schema(
@@ -37,7 +37,7 @@ def read_rejected(cache_dir: Path) -> pa.Table:
     tables = [SCHEMA.empty_table()]
     for path in sorted(rejected_dir(cache_dir).glob("samples-*.parquet")):
         try:
-            tables.append(pq.read_table(path, partitioning=None).cast(SCHEMA))
+            tables.append(read_sealed_table(path).cast(SCHEMA))
         except (pa.ArrowException, ValueError, OSError) as error:
             raise CacheError(
                 f"The record of left-out samples {path} is damaged ({str(error).splitlines()[0].rstrip('.')}): delete "

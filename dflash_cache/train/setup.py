@@ -155,7 +155,9 @@ def check_cache(reader: CacheReader, files: TargetFiles, config: Config) -> None
             "take the cache's, or generate another cache."
         )
     num_cached = len(reader.index.sample)
-    num_rejected = read_rejected(cache_dir).num_rows  # bad states: left out when the cache was made, and recorded
+    num_rejected = read_rejected(
+        reader.tables_dir
+    ).num_rows  # bad states: left out when the cache was made, and recorded
     if num_cached + num_rejected < manifest.num_samples:
         raise CacheError(
             f"The cache at {cache_dir} is unfinished ({num_cached:,} of {manifest.num_samples:,} samples): run "

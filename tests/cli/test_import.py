@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -366,6 +367,8 @@ def test_an_import_killed_at_any_instant_ends_with_the_same_files_as_one_that_wa
     assert int(words[1]) >= 10
     one, other = read_files(whole), read_files(parts)
     assert sum("shard-" in name for name in one) > 6
-    for name in ("config.yaml", "manifest.json"):  # they name their own folder
-        one[name] = one[name].replace(str(whole).encode(), str(parts).encode())
+    for files in (one, other):
+        for name in ("config.yaml", "manifest.json"):  # they name their own folder, and their seals differ for it
+            text = files[name].replace(str(whole).encode(), str(parts).encode())
+            files[name] = re.sub(rb"xxh3:[0-9a-f]{16}", b"", text)
     assert one == other
