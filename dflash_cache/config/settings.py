@@ -4,9 +4,9 @@ Unknown keys are refused (see `loading`, which names the nearest known one). A s
 means and its unit; where the default comes from a paper or a peer, FIELD.md's source is named.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from dflash_cache.config.dtypes import ComputeDtype, Dtype, DtypeOrAuto
 
@@ -21,6 +21,15 @@ class Settings(BaseModel):
     """Base of every section: immutable, no unknown keys, defaults checked like given values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        # pydantic takes true for 1, and nobody who writes `epochs: true` means one epoch
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+            raise ValueError("must not be true or false")
+        return value
 
 
 class TargetSettings(Settings):

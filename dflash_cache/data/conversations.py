@@ -30,6 +30,7 @@ class RecordError(DataError):
         super().__init__(f"{source} cannot be used ({reason}{detail and ': '}{detail}): {advice}.")
         self.source = source
         self.reason = reason
+        self.detail = detail
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from dflash_cache.config.settings import EvalSettings
-from dflash_cache.data.conversations import read_conversations
+from dflash_cache.data.conversations import RecordError, read_conversations
 from dflash_cache.data.templates import check_template, tokenize_prompt
 from dflash_cache.errors import ConfigError
 
@@ -16,7 +16,10 @@ def load_prompts(tokenizer: PreTrainedTokenizerBase, settings: EvalSettings) -> 
     if not settings.prompts:
         raise ConfigError("eval.prompts names no file: set it to JSONL files of prompts that training never saw.")
     check_template(tokenizer, "of eval")
-    read = read_conversations(settings.prompts, strict=True)
+    try:
+        read = read_conversations(settings.prompts, strict=True)
+    except RecordError as error:  # here no setting lets it pass
+        raise RecordError(error.source, error.reason, error.detail, "mend or remove the record") from None
     prompts = []
     for conversation in read.conversations[: settings.max_prompts]:
         messages = conversation.messages if conversation.needs_answer else conversation.messages[:-1]

@@ -187,6 +187,8 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
                 continue
             try:
                 if conversation.needs_answer:
+                    if config.respond.enabled:
+                        tokenize_prompt(tokenizer, conversation.messages, source)  # raises: else it were answered
                     raise RecordError(source, "no answer, and respond.enabled is off")
                 yield source, tokenize_conversation(tokenizer, conversation, stop_ids)
             except RecordError as error:
@@ -197,6 +199,10 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
 
     table, counts = build_samples(tokenized(), config.data)
     observer.skipped(dict(reasons) | counts.skipped, first | counts.first_skipped)
+    if counts.truncated:
+        observer.noted(f"{counts.truncated:,} samples were longer than data.max_length and are cut.")
+    if counts.unsupervised_answers:
+        observer.noted(f"{counts.unsupervised_answers:,} answers are not trained on: the template changes them.")
     return table
 
 
@@ -209,12 +215,17 @@ def answer(config: Config, read: ReadResult, loader: Loader, observer: Observer,
     waiting = [conversation for conversation in read.conversations if conversation.needs_answer]
     if not waiting or not config.respond.enabled:
         return {}
-    prompts = [tokenize_prompt(tokenizer, conversation.messages, conversation.source) for conversation in waiting]
+    prompts: dict[str, list[int]] = {}
+    for conversation in waiting:
+        try:
+            prompts[conversation.source] = tokenize_prompt(tokenizer, conversation.messages, conversation.source)
+        except RecordError:  # `build` meets it again, and counts it
+            if config.data.strict:
+                raise
     folder = responses_dir(Path(config.cache_dir))
     if append and manifest_path(Path(config.cache_dir)).exists():
-        folder /= f"appended-{xxh3_64(repr(prompts).encode()).hexdigest()}"
-    replies = respond(loader.load(), prompts, config.respond, folder, observer.responding)
+        folder /= f"appended-{xxh3_64(repr([*prompts.values()]).encode()).hexdigest()}"
+    replies = respond(loader.load(), [*prompts.values()], config.respond, folder, observer.responding)
     return {
-        conversation.source: answer_sample(prompt, reply)
-        for conversation, prompt, reply in zip(waiting, prompts, replies, strict=True)
+        source: answer_sample(prompt, reply) for (source, prompt), reply in zip(prompts.items(), replies, strict=True)
     }

@@ -123,6 +123,7 @@ def test_an_unknown_key_in_the_file_is_refused_like_one_of_an_override(file: Pat
             "train.epochs=many",
             "train.epochs: input should be a valid integer, unable to parse string as an integer (found 'many').",
         ),
+        ("train.epochs=true", "train.epochs: must not be true or false (found True)."),
         ("train.epochs=0", "train.epochs: input should be greater than 0 (found 0)."),
         (
             "train.epochs=2.5",
