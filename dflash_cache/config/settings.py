@@ -147,6 +147,10 @@ class ObjectiveSettings(Settings):
     )
     streak_alpha: Share = 0.5
     dpace_alpha: Share = 0.5
+    max_slots: PositiveInt | None = Field(
+        None,
+        description="slots after the anchor that are trained at all; null: every one. Those beyond cost nothing",
+    )
 
 
 class TrainSettings(Settings):

@@ -140,7 +140,7 @@ def decode_speculatively(
             cache.crop(num_right - len(drafts))
             context.extend(states.take()[:, : num_right + 1])
             ends = (i for i, token in enumerate(choices[: num_right + 1]) if token in stop_ids)
-            kept = 1 + next(ends, num_right)
+            kept = min(1 + next(ends, num_right), max_new_tokens - len(tokens))
             tokens += choices[:kept]
             margins += gaps[:kept]
             accepted.append(kept)

@@ -42,10 +42,13 @@ class BlockLoss:
     mask_NK: Tensor
 
 
-def block_loss(states_SABH: Tensor, blocks: Blocks, head_VH: Tensor, weigh: Weigh) -> BlockLoss:
+def block_loss(
+    states_SABH: Tensor, blocks: Blocks, head_VH: Tensor, weigh: Weigh, max_slots: int | None = None
+) -> BlockLoss:
     """Weighted cross-entropy of the labels under the head's distribution, slots 1…B−1.
 
     `states_SABH` are the drafter's normalised slots; `weigh` maps (ce_NK, mask_NK) to weights (see `objective`).
+    Slots after the first `max_slots` count as unsupervised, and are not computed.
     The product with the head is computed in the head's dtype, softmax and sums in float32.
     """
     mask_NK = blocks.mask_SAK.flatten(0, 1)
@@ -53,6 +56,8 @@ def block_loss(states_SABH: Tensor, blocks: Blocks, head_VH: Tensor, weigh: Weig
     states_NKH = states_SABH[:, :, 1:].flatten(0, 1)[kept_N]
     mask_NK = mask_NK[kept_N]
     labels_NK = blocks.labels_SAK.flatten(0, 1)[kept_N]
+    if max_slots is not None:
+        mask_NK[:, max_slots:] = False  # a copy already: kept_N selected it
     loss_sum, weight_sum, ce_NK, correct_NK = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
         states_NKH, labels_NK, mask_NK, head_VH, weigh
     )

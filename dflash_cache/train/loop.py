@@ -180,7 +180,9 @@ def draft_loss(
         context = drafter.read_context(micro_batch.batch.hidden_STLH.to(dtype))
         slots_SABH = frozen.embed_blocks(blocks.tokens_SA, drafter.shape)
         states_SABH = drafter(slots_SABH, context, blocks.anchors_SA)
-    return block_loss(states_SABH, blocks, frozen.head_VH, partial(weigh_slots, settings=objective))
+    return block_loss(
+        states_SABH, blocks, frozen.head_VH, partial(weigh_slots, settings=objective), objective.max_slots
+    )
 
 
 def finish_gradients(drafter: Drafter, weight_sum: torch.Tensor, clip_norm: float) -> torch.Tensor:
@@ -201,8 +203,9 @@ def validate(run: TrainingRun) -> Record:
     plan = plan_training_epoch(run.config, run.reader, run.validation_rows, 0)
     sums = StepSums(run.drafter.shape.block_size, run.num_buckets, run.device)
     places = range(run.ranks.rank, plan.num_micro_batches, run.ranks.world_size)
+    whole_blocks = run.config.objective.model_copy(update={"max_slots": None})
     for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
-        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), run.config.objective)
+        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), whole_blocks)
         sums.add(loss, micro_batch.bucket)
     run.ranks.sum([sums.by_bucket])
     figures: dict[str, Any] = {"kind": "validation", "step": run.step}

@@ -64,6 +64,20 @@ def test_a_drafter_that_knows_the_answer_is_accepted_whole(llama: Target, monkey
     assert found.accepted == [6] * 5
 
 
+@pytest.mark.parametrize("limit", range(1, 13))
+def test_an_answer_is_never_longer_than_asked_for(llama: Target, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    expected = greedy(llama, PROMPTS[0], 20)
+
+    def oracle(target, drafter, context, anchor_token, num_slots):
+        begin = context.length - len(PROMPTS[0]) + 1
+        return expected[begin : begin + num_slots - 1]
+
+    monkeypatch.setattr("dflash_cache.decode.speculate.draft_block", oracle)
+    found = decode_speculatively(llama, make_drafter(llama, block_size=6), PROMPTS[0], limit, frozenset())
+    assert found.tokens == expected[:limit]
+    assert sum(found.accepted) == limit - 1
+
+
 def test_an_evaluation_counts_passes_and_compares_outputs(llama: Target) -> None:
     limits = Limits(12, frozenset())
     plain = answer_plainly(llama, PROMPTS, limits, lambda decoded: None)

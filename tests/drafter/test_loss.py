@@ -50,7 +50,7 @@ def fast_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: O
     target = frozen()
     slots = target.embed_blocks(blocks.tokens_SA, drafter.shape)
     out = drafter(slots, drafter.read_context(states_STLH), blocks.anchors_SA)
-    return block_loss(out, blocks, target.head_VH, partial(weigh_slots, settings=objective))
+    return block_loss(out, blocks, target.head_VH, partial(weigh_slots, settings=objective), objective.max_slots)
 
 
 def slow_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: ObjectiveSettings):
@@ -131,6 +131,22 @@ def test_accumulated_micro_batches_have_the_gradient_of_one_large_batch() -> Non
         weight_sum += loss.weight_sum
     for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad / weight_sum, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "decay", "streak"])
+def test_slots_beyond_max_slots_add_nothing_and_the_others_are_unchanged(kind: str) -> None:
+    drafter = make_drafter(block_size=6)
+    samples = make_samples([30, 12], 3)
+    anchors = [draw_anchors(mask.numpy(), 10, (0, 0, s)) for s, (_, mask, _) in enumerate(samples)]
+    whole = fast_loss(drafter, samples, anchors, ObjectiveSettings(weights=kind))
+    part = fast_loss(drafter, samples, anchors, ObjectiveSettings(weights=kind, max_slots=2))
+    assert bool(whole.mask_NK[:, 2:].any())
+    assert not bool(part.mask_NK[:, 2:].any())
+    torch.testing.assert_close(part.ce_NK[:, :2], whole.ce_NK[:, :2])
+    assert torch.equal(part.correct_NK[:, :2], whole.correct_NK[:, :2])
+    weights_NK = weigh_slots(whole.ce_NK, whole.mask_NK, ObjectiveSettings(weights=kind))[:, :2]
+    assert float(part.loss_sum) == pytest.approx(float((weights_NK * whole.ce_NK[:, :2]).sum()), rel=1e-5)
+    assert float(part.weight_sum) == pytest.approx(float(weights_NK.sum()), rel=1e-5)
 
 
 def test_statistics_name_the_argmax_and_leave_unsupervised_slots_at_zero() -> None:
