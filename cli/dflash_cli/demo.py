@@ -86,7 +86,7 @@ class Stages:
     def _inspect(self) -> Figures:
         from dflash_cli.inspect_buckets import inspect_cache, show
 
-        report = inspect_cache(Path(self._config.cache_dir), self._config.train).report
+        report = inspect_cache(self._config.cache_dir, self._config.train).report
         show(report)
         return {"bytes": report["bytes"], "worked": False}
 

@@ -9,7 +9,6 @@ import typer
 from dflash_cache.cache.layout import Manifest
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
-from dflash_cache.errors import ConfigError
 from dflash_cache.target.observer import Estimate, Observer
 from dflash_cli.console import WorkProgress, console, show_bytes
 from dflash_cli.options import ConfigFile, Overrides, Strict
@@ -39,20 +38,18 @@ def register(app: typer.Typer) -> None:
 
 def generate_cache(config: Config, append: bool = False) -> tuple[Manifest | None, "GenerateConsole"]:
     """Fill the cache, showing what happens; returns its manifest (None in torchrun's others) and the figures shown."""
-    from dflash_cache.cache.layout import write_config
-    from dflash_cache.cache.remote import is_remote
+    from dflash_cache.cache.layout import is_remote, place_of, write_config
     from dflash_cache.target.generate import generate
 
-    if is_remote(config.cache_dir):
-        raise ConfigError(
-            "generate writes to a folder: set cache_dir to one, and copy the finished cache to the store."
-        )
     with GenerateConsole() as shown:
         manifest = generate(config, shown, append)
     if manifest is not None:
-        write_config(config)
+        if not is_remote(config.cache_dir):
+            write_config(config)
         left_out = f", {shown.num_bad:,} of them bad and left out" if shown.num_bad else ""
-        console.print(f"The cache {config.cache_dir} is complete: {manifest.num_samples:,} samples{left_out}.")
+        console.print(
+            f"The cache {place_of(config.cache_dir)} is complete: {manifest.num_samples:,} samples{left_out}."
+        )
     return manifest, shown
 
 
@@ -93,10 +90,12 @@ class GenerateConsole(Observer):
 
     def estimated(self, estimate: Estimate) -> None:
         """The size, before the first forward."""
+        passing = estimate.disk_bytes < estimate.remaining_bytes
+        at_once = f", of which {show_bytes(estimate.disk_bytes)} lie here at once" if passing else ""
         console.print(
             f"{estimate.num_samples:,} samples, {estimate.num_tokens:,} tokens of {estimate.token_bytes:,} bytes: "
             f"the cache takes {show_bytes(estimate.total_bytes)}, {show_bytes(estimate.remaining_bytes)} of it still "
-            f"to be written; {show_bytes(estimate.free_bytes)} are free. "
+            f"to be written{at_once}; {show_bytes(estimate.free_bytes)} are free. "
             f"At most {show_bytes(estimate.buffer_bytes)} of states wait in memory for the disk"
             f"{f' ({estimate.num_workers} workers)' if estimate.num_workers > 1 else ''}."
         )

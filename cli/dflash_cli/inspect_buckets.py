@@ -8,16 +8,17 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from rich.table import Table
 
-from dflash_cache.config.settings import TrainSettings
+from dflash_cache.config.settings import RemoteSettings, TrainSettings
 from dflash_cache.data.mixing import MixFigures
 from dflash_cli.console import console, show_bytes, show_count
-from dflash_cli.options import AsJson
+from dflash_cli.options import AsJson, Cache
 
 if TYPE_CHECKING:
     from dflash_cache.data.plan import EpochPlan, Order
@@ -31,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command("inspect-buckets")
     def inspect_buckets(
-        cache: Annotated[Path, typer.Argument(metavar="CACHE", help="The cache's folder.")],
+        cache: Cache,
         token_budget: Annotated[
             int, typer.Option(min=1, help="Padded tokens of a micro-batch.")
         ] = DEFAULTS.token_budget,
@@ -80,8 +81,21 @@ class Inspection:
     mix: dict[str, MixFigures]
 
 
-def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> Inspection:
+def inspect_cache(cache: str, settings: TrainSettings, world_size: int = 1) -> Inspection:
     """The figures of a cache, from its index alone (no hidden state is read)."""
+    from dflash_cache.cache.layout import is_remote, place_of
+
+    if not is_remote(cache):
+        return _inspect_tables(Path(cache), cache, settings, world_size)
+    from dflash_cache.cache.remote import copy_tables  # loads torch
+    from dflash_cache.cache.store import RemoteStore
+
+    with TemporaryDirectory(prefix="dflash-cache-") as folder:
+        copy_tables(RemoteStore(cache, RemoteSettings()), Path(folder))
+        return _inspect_tables(Path(folder), place_of(cache), settings, world_size)
+
+
+def _inspect_tables(cache: Path, place: str, settings: TrainSettings, world_size: int) -> Inspection:
     from dflash_cache.cache.index import open_index, split_columns
     from dflash_cache.cache.layout import read_manifest
     from dflash_cache.cache.rejected import read_rejected
@@ -144,7 +158,7 @@ def inspect_cache(cache: Path, settings: TrainSettings, world_size: int = 1) -> 
         "interleaved": _mix(plan, settings, world_size),
     }
     report = {
-        "cache": str(cache),
+        "cache": place,
         "target": manifest.target_model,
         "layer_ids": list(manifest.layer_ids),
         "dtype": manifest.dtype,

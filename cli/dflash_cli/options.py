@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
+Cache = Annotated[str, typer.Argument(metavar="CACHE", help="The cache's folder, or the URI of one in a store.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Override a setting, e.g. --set train.seed=3; may be repeated."),

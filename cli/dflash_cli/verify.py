@@ -11,8 +11,10 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from dflash_cache.cache.layout import is_remote, place_of
+from dflash_cache.errors import ConfigError
 from dflash_cli.console import WorkProgress, console, show_bytes
-from dflash_cli.options import AsJson
+from dflash_cli.options import AsJson, Cache
 
 if TYPE_CHECKING:
     from dflash_cache.cache.verify import Report
@@ -26,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def verify(
-        cache: Annotated[Path, typer.Argument(metavar="CACHE", help="The cache's folder.")],
+        cache: Cache,
         full: Annotated[bool, typer.Option("--full", help="Read every byte, not only tables and headers.")] = False,
         repair: Annotated[
             bool, typer.Option("--repair", help="Take damaged samples out; `dflash generate` then redoes their jobs.")
@@ -46,8 +48,13 @@ def register(app: typer.Typer) -> None:
 
         With --against-target also that its states are right: those that the target computes.
         """
+        if repair and is_remote(cache):
+            raise ConfigError(
+                f"--repair mends a folder: copy {place_of(cache)} to one, repair and complete it there, and copy it "
+                "back."
+            )
         report = check_cache(cache, full, threads, quiet=as_json)
-        removed = repair_cache(cache, report) if repair and report.findings else None
+        removed = repair_cache(Path(cache), report) if repair and report.findings else None
         if not as_json:
             show(cache, report, full, removed)
         rechecked = None
@@ -66,7 +73,7 @@ def register(app: typer.Typer) -> None:
 
 
 def recheck_cache(
-    cache: Path, num_samples: int, model: str | None, device: str, seed: int, progress: Callable[[int, int], None]
+    cache: str, num_samples: int, model: str | None, device: str, seed: int, progress: Callable[[int, int], None]
 ) -> "Recheck":
     """Random samples computed again by the manifest's target, or by the one at `model`, in the cache's dtype."""
     from dflash_cache.cache.reader import CacheReader
@@ -95,7 +102,7 @@ def repair_cache(cache: Path, report: "Report") -> int:
         return repair(cache, report)
 
 
-def check_cache(cache: Path, full: bool, threads: int, quiet: bool) -> "Report":
+def check_cache(cache: str, full: bool, threads: int, quiet: bool) -> "Report":
     """The check, with its progress on the console."""
     from dflash_cache.cache.verify import verify
 
@@ -122,7 +129,7 @@ def to_json(report: "Report") -> dict[str, Any]:
     }
 
 
-def show(cache: Path, report: "Report", full: bool, removed: int | None) -> None:
+def show(cache: str, report: "Report", full: bool, removed: int | None) -> None:
     """One line a finding, then the sum."""
     for finding in report.findings:
         samples = f", samples {_list(finding.samples)}" if len(finding.samples) else ""
@@ -132,16 +139,16 @@ def show(cache: Path, report: "Report", full: bool, removed: int | None) -> None
     checked = f"every byte checked ({show_bytes(report.checked_bytes)})" if full else "structure checked"
     held = f"{report.num_listed:,} of {report.num_samples:,} samples in {report.num_shards:,} shards, {checked}"
     if not report.findings:
-        console.print(f"{cache} is whole: {held}.", soft_wrap=True)
+        console.print(f"{place_of(cache)} is whole: {held}.", soft_wrap=True)
         return
     console.print(
-        f"{cache} is not whole: {len(report.findings):,} findings, {len(report.damaged_samples):,} damaged samples; "
-        f"{held}.",
+        f"{place_of(cache)} is not whole: {len(report.findings):,} findings, {len(report.damaged_samples):,} damaged "
+        f"samples; {held}.",
         soft_wrap=True,
     )
     if removed:
         console.print(f"{removed:,} samples are taken out with their jobs: run `dflash generate`, which redoes them.")
-    elif removed is None and len(report.damaged_samples):
+    elif removed is None and not is_remote(cache) and len(report.damaged_samples):
         console.print("`dflash verify --repair` takes them out, and `dflash generate` redoes them.")
 
 

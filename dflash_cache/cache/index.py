@@ -54,12 +54,17 @@ def commit_fragment(cache_dir: Path, rows: pa.Table, name: str) -> None:
 
     Raises CacheError if a fragment of that name exists.
     """
-    path = index_dir(cache_dir) / f"fragment-{name}.parquet"
+    path = fragment_path(cache_dir, name)
     if path.exists():
         raise CacheError(
             f"The index fragment {path} exists already: let one `dflash generate` at a time write a cache."
         )
     write_table(path, rows.select(SCHEMA.names).cast(SCHEMA))
+
+
+def fragment_path(cache_dir: Path, name: str) -> Path:
+    """Where the fragment of that name lies."""
+    return index_dir(cache_dir) / f"fragment-{name}.parquet"
 
 
 def consolidate(cache_dir: Path) -> None:

@@ -6,6 +6,7 @@ version does not know (another format, a missing or unknown key), each in one se
 
 import io
 import json
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -97,10 +98,10 @@ def write_manifest(cache_dir: Path, manifest: Manifest) -> None:
     write_atomically(manifest_path(cache_dir), seal_bytes(f"{text}\n".encode()))
 
 
-def write_config(config: Config) -> None:
+def write_config(config: Config, cache_dir: Path | None = None) -> None:
     """Leave the full configuration that made the cache in its folder, sealed."""
     text = f"{dump_config(config)}# {BLANK_SEAL}\n"
-    write_atomically(Path(config.cache_dir) / "config.yaml", seal_bytes(text.encode()))
+    write_atomically((cache_dir or Path(config.cache_dir)) / "config.yaml", seal_bytes(text.encode()))
 
 
 def difference(was: Manifest, now: Manifest) -> list[str]:
@@ -108,6 +109,18 @@ def difference(was: Manifest, now: Manifest) -> list[str]:
     names = [entry.name for entry in fields(Manifest) if entry.name not in _INFORMATION]
     old, new = vars(was), vars(now)
     return [f"{name}: was {_show(old[name])}, is {_show(new[name])}" for name in names if old[name] != new[name]]
+
+
+def is_remote(cache_dir: Path | str) -> bool:
+    """Whether it is a URI: a cache in an object store."""
+    return isinstance(cache_dir, str) and re.match(r"[a-z][a-z0-9+]*://", cache_dir) is not None
+
+
+def place_of(cache_dir: Path | str) -> str:
+    """The folder, or the URI without credentials and options: what may be shown and written down."""
+    if not is_remote(cache_dir):
+        return str(cache_dir)
+    return re.sub(r"//[^/@]*@", "//", str(cache_dir).partition("?")[0]).rstrip("/")
 
 
 def manifest_path(cache_dir: Path) -> Path:

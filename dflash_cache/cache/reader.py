@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dflash_cache.cache.buffers import BufferPool
 from dflash_cache.cache.index import IndexColumns, index_fingerprint, open_index, split_columns
-from dflash_cache.cache.layout import Manifest, read_manifest
-from dflash_cache.cache.remote import RemoteShards, is_remote
+from dflash_cache.cache.layout import Manifest, is_remote, read_manifest
+from dflash_cache.cache.remote import RemoteShards
 from dflash_cache.cache.shards import TORCH_DTYPES, ShardLayout, as_bytes
 from dflash_cache.cache.storage import DamageError, OpenShards
 from dflash_cache.config.settings import RemoteSettings

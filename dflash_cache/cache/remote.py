@@ -1,99 +1,54 @@
-"""Caches in object stores (S3, GCS, HDFS, whatever pyarrow.fs opens by a URI), read by ranges.
+"""Caches in object stores, read by ranges.
 
 Manifest and index are copied into a temporary folder and read there as any cache's. A sample is a few ranged reads,
-long ones in pieces, all of them over a pool of connections at once. Stores fail now and then: whatever fails is tried
-again with growing pauses until `retry_seconds` are over; only then, or if the object does not exist, is it an error.
+long ones in pieces, all of them over a pool of connections at once, each tried again as `store` says.
 """
 
 import re
 import tempfile
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
-from pyarrow import fs
 
 from dflash_cache.cache.disk_cache import DiskCache
 from dflash_cache.cache.shards import DATA_BEGIN, ShardLayout, checksum_sample, parse_layout
 from dflash_cache.cache.storage import DamageError
+from dflash_cache.cache.store import RemoteStore
 from dflash_cache.config.settings import RemoteSettings
-from dflash_cache.errors import CacheError, ConfigError
+from dflash_cache.errors import CacheError
 
-Result = TypeVar("Result")
+MARKER = "writer.json"  # who writes the cache, see `marker`
 _TABLES = ("index", "rejected")  # folders of small files that are copied
+_SHARD = r"bucket-\d+/shard-\d+\.safetensors"
 _PIECE_BYTES = 8 << 20
 _MAX_KNOWN_SHARDS = 4096
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds between two tries
 
 
-def is_remote(cache_dir: Path | str) -> bool:
-    """Whether it is a URI."""
-    return isinstance(cache_dir, str) and re.match(r"[a-z][a-z0-9+]*://", cache_dir) is not None
+def copy_tables(store: RemoteStore, folder: Path, everything: bool = False) -> None:
+    """Manifest, index and records of a cache into a local folder, with `everything` all files but the shards.
+
+    Raises CacheError.
+    """
+    names = [name for table in _TABLES for name in store.list_sizes(table) if name.endswith(".parquet")]
+    if everything:
+        names = [name for name in store.list_sizes("") if not name.startswith("bucket-") and name != MARKER]
+    try:
+        store.fetch(dict.fromkeys(["manifest.json", *names]), folder)
+    except FileNotFoundError:
+        raise CacheError(
+            f"There is no cache at {store.place}: copy one there, let `dflash generate` write one, or correct "
+            "cache_dir in the configuration."
+        ) from None
 
 
-class RemoteStore:
-    """One cache's objects. `place` is its URI without credentials and options; `num_retries` counts second tries."""
-
-    def __init__(self, uri: str, settings: RemoteSettings) -> None:
-        self.place = re.sub(r"//[^/@]*@", "//", uri.partition("?")[0]).rstrip("/")
-        self.num_retries = 0
-        self._settings = settings
-        try:
-            self._files, self._root = fs.FileSystem.from_uri(uri)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise ConfigError(
-                f"The store of cache_dir {self.place} cannot be opened ({_first_line(error)}): correct the URI."
-            ) from None
-
-    def open(self, name: str) -> Any:
-        """A handle for positioned reads of an object. Raises FileNotFoundError or OSError."""
-        return self._files.open_input_file(f"{self._root}/{name}")
-
-    def copy_tables(self, folder: Path) -> None:
-        """Manifest, index and records of the cache into a local folder. Raises CacheError."""
-
-        def copy() -> None:
-            selectors = [fs.FileSelector(f"{self._root}/{name}", allow_not_found=True) for name in _TABLES]
-            found = [info.path for selector in selectors for info in self._files.get_file_info(selector)]
-            for path in [f"{self._root}/manifest.json", *(path for path in found if path.endswith(".parquet"))]:
-                local = folder / path.removeprefix(f"{self._root}/")
-                local.parent.mkdir(exist_ok=True)
-                with self._files.open_input_stream(path) as stream:
-                    local.write_bytes(stream.read())
-
-        try:
-            self.try_again(copy)
-        except FileNotFoundError:
-            raise CacheError(
-                f"There is no cache at {self.place}: copy one there, or correct cache_dir in the configuration."
-            ) from None
-        except OSError as error:
-            raise CacheError(
-                f"The cache at {self.place} cannot be reached ({_first_line(error)}): see that the store runs and that "
-                "its credentials are right."
-            ) from None
-
-    def try_again(self, action: Callable[[], Result]) -> Result:
-        """The action's result; an OSError other than a missing object is tried again until the time is over."""
-        begun, pause = time.monotonic(), _FIRST_PAUSE
-        while True:
-            try:
-                return action()
-            except FileNotFoundError:
-                raise
-            except OSError:
-                if time.monotonic() - begun + pause > self._settings.retry_seconds:
-                    raise
-            self.num_retries += 1
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+def list_shards(store: RemoteStore) -> dict[str, int]:
+    """Bytes by name of all shards in a store, announced or not. Raises CacheError."""
+    return {name: size for name, size in store.list_sizes("").items() if re.fullmatch(_SHARD, name)}
 
 
 class RemoteShard:
@@ -102,8 +57,8 @@ class RemoteShard:
     def __init__(self, store: RemoteStore, name: str, pool: ThreadPoolExecutor, kept: DiskCache | None) -> None:
         self._store, self._name, self._pool, self._kept = store, name, pool, kept
         self._handle = store.open(name)
-        head = self._handle.read_at(DATA_BEGIN, 0)
-        self.layout: ShardLayout = parse_layout(head, self._handle.size())
+        self.head: bytes = self._handle.read_at(DATA_BEGIN, 0)
+        self.layout: ShardLayout = parse_layout(self.head, self._handle.size())
 
     def read_sample(
         self, begin: int, hidden_bytes: np.ndarray, ids: np.ndarray, mask: np.ndarray, checked: bool
@@ -139,12 +94,12 @@ class RemoteShard:
 class RemoteShards:
     """A remote cache's shards, as `storage.OpenShards` are a local one's."""
 
-    def __init__(self, uri: str, settings: RemoteSettings) -> None:
+    def __init__(self, uri: str, settings: RemoteSettings, all_tables: bool = False) -> None:
         self.store = RemoteStore(uri, settings)
         self.place = self.store.place
         self._folder = tempfile.TemporaryDirectory(prefix="dflash-cache-")
         self.tables_dir = Path(self._folder.name)
-        self.store.copy_tables(self.tables_dir)
+        copy_tables(self.store, self.tables_dir, all_tables)
         kept_dir = settings.disk_cache_dir
         self._kept = DiskCache(Path(kept_dir), settings.disk_cache_bytes) if kept_dir is not None else None
         self._pool = ThreadPoolExecutor(settings.connections, thread_name_prefix="remote")
@@ -170,6 +125,10 @@ class RemoteShards:
                 self._known.popitem(last=False)
         yield shard
 
+    def list_sizes(self) -> dict[str, int]:
+        """Bytes by name of all shards that lie there."""
+        return list_shards(self.store)
+
     def close(self) -> None:
         """Let the connections and the copied tables go."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -181,7 +140,3 @@ def _cut(arrays: Sequence[np.ndarray], offsets: Sequence[int]) -> Iterator[tuple
     for array, offset in zip(arrays, offsets, strict=True):
         for at in range(0, len(array), _PIECE_BYTES):
             yield array[at : at + _PIECE_BYTES], offset + at
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")

@@ -16,7 +16,7 @@ from threading import Lock
 import numpy as np
 from xxhash import xxh3_64
 
-from dflash_cache.cache.shards import ShardLayout, read_layout
+from dflash_cache.cache.shards import DATA_BEGIN, ShardLayout, read_layout
 
 PAGE_BYTES = 4096
 _CACHED_PIECE_BYTES = 256 << 10  # a piece is hashed while it is in the second-level cache
@@ -63,6 +63,11 @@ class Shard:
         hasher.update(mask.data)
         return hasher.intdigest()
 
+    @property
+    def head(self) -> bytes:
+        """All bytes before the data."""
+        return os.pread(self.descriptor, DATA_BEGIN, 0)
+
     def close(self) -> None:
         """Close both descriptors."""
         os.close(self.descriptor)
@@ -96,6 +101,11 @@ class OpenShards:
             with self._lock:
                 shard.num_users -= 1
                 self._evict()
+
+    def list_sizes(self) -> dict[str, int]:
+        """Bytes by name of all shards that lie there."""
+        paths = self.tables_dir.glob("bucket-*/shard-*.safetensors")
+        return {path.relative_to(self.tables_dir).as_posix(): path.stat().st_size for path in paths}
 
     def close(self) -> None:
         """Close what is idle now, and the rest when it is given back."""

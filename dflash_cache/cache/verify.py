@@ -7,9 +7,9 @@ padding and footers alike. Reading runs on several threads; nothing is written b
 """
 
 import json
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +19,23 @@ import torch
 from dflash_cache.cache.buffers import BufferPool
 from dflash_cache.cache.files import explain_write_errors, flush_folder
 from dflash_cache.cache.index import IndexColumns, jobs_of, remove_jobs, split_columns
-from dflash_cache.cache.layout import FORMAT_VERSION, Manifest, bucket_of_shard, manifest_path, read_manifest
+from dflash_cache.cache.layout import FORMAT_VERSION, Manifest, bucket_of_shard, is_remote, manifest_path, read_manifest
 from dflash_cache.cache.reader import check_layout
+from dflash_cache.cache.remote import RemoteShard, RemoteShards
 from dflash_cache.cache.seal import check_file
-from dflash_cache.cache.shards import DATA_BEGIN, TORCH_DTYPES, as_bytes, encode_header
-from dflash_cache.cache.storage import DamageError, Shard, open_shard
+from dflash_cache.cache.shards import TORCH_DTYPES, as_bytes, encode_header
+from dflash_cache.cache.storage import DamageError, OpenShards, Shard
 from dflash_cache.cache.structure import NO_SAMPLES, Finding, check_places, check_tables, read_rows
+from dflash_cache.config.settings import RemoteSettings
 from dflash_cache.errors import CacheError
 
 Progress = Callable[[int, int], None]  # bytes of samples read, bytes in all
 _TASK_BYTES = 64 << 20  # of one shard, by one thread
 _SET_ASIDE = ".damaged"
+_MAX_OPEN_SHARDS = 64
+_STORE = RemoteSettings(retry_seconds=60)  # someone waits at the console
+
+Shards = OpenShards | RemoteShards
 
 
 @dataclass(frozen=True)
@@ -50,28 +56,38 @@ class Report:
         return np.unique(np.concatenate([NO_SAMPLES, *lists]))
 
 
-def verify(cache_dir: Path, full: bool, threads: int = 2, progress: Progress = lambda done, total: None) -> Report:
-    """Check the cache; damage does not raise, but CacheError if there is no cache at `cache_dir`.
+def verify(
+    cache_dir: Path | str, full: bool, threads: int = 2, progress: Progress = lambda done, total: None
+) -> Report:
+    """Check the cache; damage does not raise, but CacheError if there is no cache at `cache_dir`, a folder or a URI.
 
-    `progress` is called on this thread, in the full check only.
+    `progress` is called on this thread, in the full check only. Of a cache in a store everything but the shards is
+    copied into a temporary folder, and the shards are read by ranges.
     """
-    if not manifest_path(cache_dir).exists():
-        read_manifest(cache_dir)  # raises the sentence for it
+    shards = RemoteShards(str(cache_dir), _STORE, all_tables=True) if is_remote(cache_dir) else None
+    with closing(shards or OpenShards(Path(cache_dir), _MAX_OPEN_SHARDS)) as opened:
+        return _verify(opened, full, threads, progress)
+
+
+def _verify(shards: Shards, full: bool, threads: int, progress: Progress) -> Report:
+    folder = shards.tables_dir
+    if not manifest_path(folder).exists():
+        read_manifest(folder)  # raises the sentence for it
     try:
-        manifest = read_manifest(cache_dir)
+        manifest = read_manifest(folder)
     except CacheError as error:
         damage = Finding("manifest.json", f"{error} Nothing else can be checked without it")
         return Report([damage], [], 0, 0, 0, 0)
-    rows, findings = read_rows(cache_dir)
+    rows, findings = read_rows(folder)
     columns = split_columns(rows)
-    findings += check_tables(cache_dir, manifest, rows) + check_places(columns)
-    check = _ShardCheck(cache_dir, manifest, columns)
+    findings += check_tables(folder, manifest, rows) + check_places(columns)
+    check = _ShardCheck(shards, manifest, columns)
     tasks: list[_Task] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         for found in pool.map(check.check_header, range(len(columns.shard_names))):
             findings += found
         if full:
-            for found in pool.map(check_sealed, *_list_sealed(cache_dir)):
+            for found in pool.map(check_sealed, *_list_sealed(folder)):
                 findings += [finding for finding in found if finding.place not in {other.place for other in findings}]
             tasks = check.plan_reads(skipped=[finding.samples for finding in findings if finding.is_listed])
             total, done = sum(task.num_bytes for task in tasks), 0
@@ -82,7 +98,7 @@ def verify(cache_dir: Path, full: bool, threads: int = 2, progress: Progress = l
                 progress(done, total)
     return Report(
         findings=findings,
-        notes=_list_leftovers(cache_dir, columns),
+        notes=_list_leftovers(shards, columns),
         num_samples=manifest.num_samples,
         num_listed=rows.num_rows,
         num_shards=len(columns.shard_names),
@@ -119,8 +135,8 @@ class _Task:
 class _ShardCheck:
     """Checks of one cache's shards; several threads may call them at once."""
 
-    def __init__(self, cache_dir: Path, manifest: Manifest, columns: IndexColumns) -> None:
-        self._cache_dir, self._manifest, self._columns = cache_dir, manifest, columns
+    def __init__(self, shards: Shards, manifest: Manifest, columns: IndexColumns) -> None:
+        self._shards, self._manifest, self._columns = shards, manifest, columns
         self._order = np.lexsort((columns.row, columns.shard))
         shard = columns.shard[self._order]
         self._begin = np.searchsorted(shard, np.arange(len(columns.shard_names) + 1))
@@ -131,12 +147,9 @@ class _ShardCheck:
         columns, name = self._columns, self._columns.shard_names[shard]
         places = self._order[self._begin[shard] : self._begin[shard + 1]]
         try:
-            opened = open_shard(self._cache_dir / name)
-            try:
+            with self._shards.borrow(name) as opened:
                 check_layout(opened.layout, self._manifest, 0)
                 check_header_bytes(opened, bucket_of_shard(name))
-            finally:
-                opened.close()
         except (DamageError, OSError) as error:
             return [Finding(name, _explain(error), np.sort(columns.sample[places]))]
         ends = columns.row[places] + columns.length[places]
@@ -170,22 +183,19 @@ class _ShardCheck:
     def check_samples(self, task: _Task) -> list[Finding]:
         """The checksums of a task's samples."""
         columns, name = self._columns, self._columns.shard_names[task.shard]
-        try:
-            opened = open_shard(self._cache_dir / name)
-        except (DamageError, OSError) as error:
-            return [Finding(name, _explain(error), np.sort(columns.sample[task.places]))]
         findings = []
         try:
-            for place in task.places.tolist():
-                try:
-                    self._compare_checksum(opened, place)
-                except (DamageError, OSError) as error:
-                    findings.append(Finding(name, _explain(error), columns.sample[place : place + 1]))
-        finally:
-            opened.close()
+            with self._shards.borrow(name) as opened:
+                for place in task.places.tolist():
+                    try:
+                        self._compare_checksum(opened, place)
+                    except (DamageError, OSError) as error:
+                        findings.append(Finding(name, _explain(error), columns.sample[place : place + 1]))
+        except (DamageError, OSError) as error:
+            return [Finding(name, _explain(error), np.sort(columns.sample[task.places]))]
         return findings
 
-    def _compare_checksum(self, shard: Shard, place: int) -> None:
+    def _compare_checksum(self, shard: Shard | RemoteShard, place: int) -> None:
         begin, length = int(self._columns.row[place]), int(self._columns.length[place])
         hidden = as_bytes(self._buffers.lend((length * shard.layout.token_bytes,), torch.uint8))
         ids, mask = np.empty(length, "<i4"), np.empty(length, np.uint8)
@@ -193,9 +203,9 @@ class _ShardCheck:
             raise DamageError("its checksum is not the index's")
 
 
-def check_header_bytes(shard: Shard, bucket: int) -> None:
+def check_header_bytes(shard: Shard | RemoteShard, bucket: int) -> None:
     """Raise DamageError unless every byte before the shard's data, padding included, is the writer's."""
-    found = os.pread(shard.descriptor, DATA_BEGIN, 0)
+    found = shard.head
     header = json.loads(found[8:])  # the layout was read from it
     metadata = header.pop("__metadata__", None)
     if metadata != {"format": "dflash-cache", "version": str(FORMAT_VERSION), "bucket": str(bucket)}:
@@ -223,15 +233,14 @@ def _list_sealed(cache_dir: Path) -> tuple[list[str], list[Path], list[bool]]:
     return [str(path.relative_to(cache_dir)) for path in paths], paths, [sealed] * len(paths)
 
 
-def _list_leftovers(cache_dir: Path, columns: IndexColumns) -> list[str]:
+def _list_leftovers(shards: Shards, columns: IndexColumns) -> list[str]:
     """Shards without index rows: of an interrupted or repaired job, harmless, and their room can be had back."""
     listed = set(columns.shard_names)
-    paths = sorted(cache_dir.glob("bucket-*/shard-*.safetensors"))
-    left = [path for path in paths if str(path.relative_to(cache_dir)) not in listed]
+    left = {name: size for name, size in sorted(shards.list_sizes().items()) if name not in listed}
     if not left:
         return []
-    size = sum(path.stat().st_size for path in left)
-    return [f"{len(left):,} shards ({size:,} bytes) have no index rows and may be deleted, the first is {left[0]}."]
+    first, size = f"{shards.place}/{next(iter(left))}", sum(left.values())
+    return [f"{len(left):,} shards ({size:,} bytes) have no index rows and may be deleted, the first is {first}."]
 
 
 def _explain(error: Exception) -> str:

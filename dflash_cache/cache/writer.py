@@ -25,7 +25,7 @@ from dflash_cache.cache.shards import ShardWriter
 from dflash_cache.errors import CacheError, WriteError
 
 _MAX_ORPHANS = 64
-_SHARDS = "bucket-*/shard-*.safetensors"
+SHARDS = "bucket-*/shard-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -162,15 +162,22 @@ class _OpenShard:
         columns = {name: [row[name] for row in self.rows] for name in self.rows[0]}
         checksums = pa.array(columns.pop("checksum"), pa.uint64())
         table = pa.table({**columns, "checksum": checksums, "shard": [self.name] * len(self.rows)})
-        commit_fragment(cache_dir, table, f"{self._bucket}-{Path(self.name).stem.removeprefix('shard-')}")
+        commit_fragment(cache_dir, table, fragment_name(self.name))
+
+
+def fragment_name(shard: str) -> str:
+    """The name of the index fragment that announces the shard of that name."""
+    bucket, _, number = shard.removeprefix("bucket-").removesuffix(".safetensors").partition("/shard-")
+    return f"{bucket}-{number}"
 
 
 def next_shard_numbers(cache_dir: Path, num_buckets: int) -> list[int]:
-    """For each bucket the first number after all its shards."""
+    """For each bucket the first number after all its shards, those that the index names and those that lie there."""
     numbers = [0] * num_buckets
-    for path in cache_dir.glob(_SHARDS):
-        bucket = int(path.parent.name.removeprefix("bucket-"))
-        numbers[bucket] = max(numbers[bucket], int(path.stem.removeprefix("shard-")) + 1)
+    found = [path.relative_to(cache_dir).as_posix() for path in cache_dir.glob(SHARDS)]
+    for name in [*cached_rows(cache_dir)["shard"].unique().to_pylist(), *found]:
+        bucket, number = map(int, fragment_name(name).split("-"))
+        numbers[bucket] = max(numbers[bucket], number + 1)
     return numbers
 
 
@@ -181,13 +188,18 @@ def remove_orphans(cache_dir: Path) -> int:
     one for each worker; raises CacheError, and deletes nothing, if there are so many that index files must be lost.
     """
     named = set(cached_rows(cache_dir)["shard"].unique().to_pylist())
-    orphans = [path for path in cache_dir.glob(_SHARDS) if path.relative_to(cache_dir).as_posix() not in named]
-    if len(orphans) > _MAX_ORPHANS:
-        raise CacheError(
-            f"{len(orphans):,} shards of the cache at {cache_dir} have no rows in its index, which must have lost "
-            "files: restore its folder index from a copy, or delete those bucket folders to have all states made anew."
-        )
+    orphans = [path for path in cache_dir.glob(SHARDS) if path.relative_to(cache_dir).as_posix() not in named]
+    refuse_lost_index(str(cache_dir), len(orphans))
     for orphan in orphans:
         with explain_write_errors(orphan):
             orphan.unlink()
     return len(orphans)
+
+
+def refuse_lost_index(place: str, num_orphans: int) -> None:
+    """Raise CacheError if so many shards have no rows that no kill can be the reason."""
+    if num_orphans > _MAX_ORPHANS:
+        raise CacheError(
+            f"{num_orphans:,} shards of the cache at {place} have no rows in its index, which must have lost "
+            "files: restore its folder index from a copy, or delete those bucket folders to have all states made anew."
+        )

@@ -200,14 +200,25 @@ class TrainSettings(Settings):
 
 
 class RemoteSettings(Settings):
-    """Reading a cache from an object store, where `cache_dir` is a URI: s3://…, gs://…, hdfs://…"""
+    """A cache in an object store, where `cache_dir` is a URI: s3://…, gs://…, hdfs://…"""
 
     connections: PositiveInt = Field(16, description="ranged reads in flight at once")
-    retry_seconds: NonNegativeFloat = Field(600.0, description="how long a read is tried again before training stops")
+    retry_seconds: NonNegativeFloat = Field(
+        600.0, description="how long a read or a put is tried again before the run stops"
+    )
     disk_cache_dir: str | None = Field(
         None, description="local folder that keeps what was read, for the next epoch; one for each process"
     )
     disk_cache_bytes: PositiveInt = Field(1 << 38, description="its size at most; what was unused longest goes first")
+    staging_dir: str | None = Field(
+        None,
+        description="local folder in which generate makes shards before it puts them; null: staging in disk_cache_dir, "
+        "or ~/.cache/dflash-cache/staging",
+    )
+    staging_bytes: PositiveInt = Field(
+        1 << 34, description="finished shards that wait there to be put, at most; then the target waits"
+    )
+    check_puts: bool = Field(True, description="read every object back after its put and compare it")
 
 
 class WandbSettings(Settings):
@@ -232,9 +243,7 @@ class EvalSettings(Settings):
 class Config(Settings):
     """All settings of a project; each command reads its sections and ignores the others."""
 
-    cache_dir: str = Field(
-        description="folder of the cache that generate writes and train reads; train also takes a URI (s3://…)"
-    )
+    cache_dir: str = Field(description="folder of the cache that generate writes and train reads, or a URI (s3://…)")
     run_dir: str = Field(description="folder of the training run: its plan, log and checkpoints")
     target: TargetSettings
     data: DataSettings

@@ -5,9 +5,12 @@ launcher's under torchrun. Jobs are dealt one by one to whoever is free, so that
 queue; one request each, 0.1 ms. A store that is gone (its process was killed) ends the dealing like a stop.
 """
 
+import time
+
 import numpy as np
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # torch re-exports without saying so
 
+_POLL_SECONDS = 0.1
 _STOPPED = 1 << 60  # far behind any list
 
 
@@ -26,16 +29,23 @@ class Dealer:
         """Lay out the jobs to be done, in their order, and where each count begins."""
         for bucket, number in enumerate(shard_numbers):
             self._store.add(f"shard/{bucket}", number)
+        self.pause(False)
         self._store.add("tokens", num_tokens)
         self._store.add("bad", num_bad)
         self._store.set("jobs", jobs.astype("<i8").tobytes())  # type: ignore[arg-type]  # bytes are taken too
 
     def next_job(self) -> int | None:
-        """A job that nobody else has, or None if none is left or the run is stopped."""
+        """A job that nobody else has, or None if none is left or the run is stopped; waits while it is paused."""
         if self._jobs is None:
             self._jobs = np.frombuffer(self._store.get("jobs"), "<i8")
+        while self._is_paused():
+            time.sleep(_POLL_SECONDS)
         place = self._add("next", 1) - 1
         return int(self._jobs[place]) if place < len(self._jobs) else None
+
+    def pause(self, is_paused: bool) -> None:
+        """Deal no jobs until it is over: the storage is behind."""
+        self._store.set("paused", "1" if is_paused else "0")
 
     def stop(self) -> None:
         """Deal no more jobs to anyone."""
@@ -52,6 +62,12 @@ class Dealer:
     def add_bad(self, num_samples: int) -> int:
         """Count bad samples; returns those of all workers, and of earlier runs."""
         return self._add("bad", num_samples)
+
+    def _is_paused(self) -> bool:
+        try:
+            return self._store.get("paused") == b"1"
+        except DistError as error:
+            raise StoppedError from error
 
     def _add(self, name: str, number: int) -> int:
         try:

@@ -9,7 +9,7 @@ is forwarded whole and gives the same bits; only what is missing is written.
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +18,24 @@ from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-d
 
 from dflash_cache.cache.files import remove_leftovers
 from dflash_cache.cache.index import cached_rows, consolidate
-from dflash_cache.cache.layout import Manifest, difference, manifest_path, read_manifest, samples_path, write_manifest
+from dflash_cache.cache.layout import (
+    Manifest,
+    difference,
+    is_remote,
+    manifest_path,
+    place_of,
+    read_manifest,
+    samples_path,
+    write_config,
+    write_manifest,
+)
 from dflash_cache.cache.lock import lock_cache
 from dflash_cache.cache.rejected import read_rejected
 from dflash_cache.cache.shards import ID_BYTES, MASK_BYTES, TORCH_DTYPES
+from dflash_cache.cache.staging import Staging
 from dflash_cache.cache.writer import next_shard_numbers, remove_orphans
 from dflash_cache.config.settings import Config
-from dflash_cache.errors import CacheError, DFlashError, TargetError
+from dflash_cache.errors import CacheError, ConfigError, DFlashError, TargetError
 from dflash_cache.target.append import belongs, differences_but_data, join_parts
 from dflash_cache.target.crew import (
     Address,
@@ -53,6 +64,13 @@ def generate(config: Config, observer: Observer, append: bool = False) -> Manife
     storage fails. What was committed stands in any case.
     """
     launched = join_launcher(config)
+    if is_remote(config.cache_dir):
+        if launched is not None:
+            raise ConfigError(
+                "Under torchrun generate writes to a folder that all machines share: set cache_dir to one, or write to "
+                f"{place_of(config.cache_dir)} from one machine with --devices."
+            )
+        return generate_in_store(config, observer, append)
     if launched is not None and launched.rank > 0:
         with terminate_like_interrupt():
             launched.follow(config)
@@ -63,21 +81,33 @@ def generate(config: Config, observer: Observer, append: bool = False) -> Manife
                 f"The storage of {config.cache_dir} knows no locks: see that no other `dflash generate` writes there."
             )
         try:
-            return fill(Run(config, launched, lock, append), observer)
+            return fill(Run(config, launched, lock, append, None), observer)
         except DFlashError as error:
             if launched is not None:
                 launched.store.set("failed", str(error))
             raise
 
 
+def generate_in_store(config: Config, observer: Observer, append: bool) -> Manifest:
+    """The same, made in a local folder and put into the store shard by shard, as `cache.staging` says."""
+    with terminate_like_interrupt(), Staging(config.cache_dir, config.remote, observer.noted) as staging:
+        local = config.model_copy(update={"cache_dir": str(staging.folder)})
+        manifest = fill(Run(local, None, staging.lock, append, staging), observer)
+        write_config(config.model_copy(update={"cache_dir": staging.place}), staging.folder)
+        staging.finish()
+        return manifest
+
+
 @dataclass(frozen=True)
 class Run:
-    """What is to be done, this process's place if a launcher started it, and what holds the cache's lock."""
+    """What is to be done, this process's place if a launcher started it, what holds the cache's lock, and the way into
+    a store if that is where the cache shall lie."""
 
     config: Config
     launched: Launched | None
     lock: int | None
     append: bool
+    staging: Staging | None
 
 
 def fill(run: Run, observer: Observer) -> Manifest:
@@ -91,21 +121,24 @@ def fill(run: Run, observer: Observer) -> Manifest:
         config = own_device(config)
     loader = Loader(config)
     preparation = claim(run, prepare(config, loader, observer, run.append), observer)
+    if run.staging is not None:
+        run.staging.put_tables()
 
     missing = missing_samples(cache_dir, len(preparation.bucket_N))
     num_workers = launched.num_workers if launched else len(devices)
-    estimate = estimate_size(config, preparation, missing, num_workers)
+    estimate = estimate_size(run, preparation, missing, num_workers)
     observer.estimated(estimate)
-    if estimate.remaining_bytes > estimate.free_bytes:
+    if estimate.disk_bytes > estimate.free_bytes:
         raise CacheError(
-            f"The cache needs {estimate.remaining_bytes / 1e9:,.1f} GB more and {cache_dir} has "
+            f"The cache needs {estimate.disk_bytes / 1e9:,.1f} GB more and {cache_dir} has "
             f"{estimate.free_bytes / 1e9:,.1f} GB free: make room, name another cache_dir, or cache fewer "
             "conversations or layers (data, target.num_layers)."
         )
     crowd = open_local_store() if launched is None and len(devices) > 1 else None
     store = launched.store if launched else crowd or HashStore()
     dealer = begin_deal(store, config, preparation, missing)
-    with tell_what_is_safe(cache_dir, preparation):
+    putting = run.staging.putting(dealer.pause, dealer.stop) if run.staging is not None else nullcontext()
+    with tell_what_is_safe(cache_dir, preparation), putting:
         if missing.any() and crowd is not None:
             loader.drop()
             run_crew(config, devices, dealer, Address(crowd, run.lock, estimate.num_tokens), observer)
@@ -151,15 +184,22 @@ def claim(run: Run, prepared: Preparation, observer: Observer) -> Preparation:
     return prepared
 
 
-def estimate_size(config: Config, preparation: Preparation, missing: np.ndarray, num_workers: int) -> Estimate:
-    """Size of the whole cache and of what is missing, against the space free where it lies."""
+def estimate_size(run: Run, preparation: Preparation, missing: np.ndarray, num_workers: int) -> Estimate:
+    """Size of the whole cache and of what is missing, against the space free where it lies, or is made."""
+    config = run.config
     manifest, lengths = preparation.manifest, preparation.lengths
     state_bytes = len(manifest.layer_ids) * manifest.hidden_size * TORCH_DTYPES[manifest.dtype].itemsize
+    token_bytes, remaining_tokens = state_bytes + ID_BYTES + MASK_BYTES, int(lengths[missing].sum())
+    disk_bytes = remaining_tokens * token_bytes
+    if run.staging is not None:  # beside the shards that wait, each worker has one open in each bucket
+        open_shards = num_workers * len(manifest.bucket_bounds)
+        disk_bytes = min(disk_bytes, config.remote.staging_bytes + open_shards * config.generate.shard_bytes)
     return Estimate(
         num_samples=len(lengths),
         num_tokens=int(lengths.sum()),
-        remaining_tokens=int(lengths[missing].sum()),
-        token_bytes=state_bytes + ID_BYTES + MASK_BYTES,
+        remaining_tokens=remaining_tokens,
+        token_bytes=token_bytes,
+        disk_bytes=disk_bytes,
         free_bytes=shutil.disk_usage(config.cache_dir).free,
         num_workers=num_workers,
         buffer_bytes=num_workers * plan_buffers(config, preparation).num_bytes,

@@ -14,6 +14,7 @@ class Estimate:
     free_bytes: int
     num_workers: int
     buffer_bytes: int  # of all workers, for states on their way to the disk
+    disk_bytes: int  # that the local disk must hold at once: what remains, or a part of it on its way to a store
 
     @property
     def total_bytes(self) -> int:

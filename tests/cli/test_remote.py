@@ -1,8 +1,6 @@
 """A cache in an object store, read from an S3 server on loopback that is killed and restarted."""
 
-import socket
-import subprocess
-import sys
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,47 +9,13 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
+from cache.object_store import S3Server
 
+from dflash_cache.cache.index import open_index
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.config.settings import RemoteSettings
 from dflash_cache.errors import CacheError
 from dflash_cache.train.checkpoint import latest_path, load_checkpoint
-
-
-class S3Server:
-    """Serves a folder as bucket `caches`; what is written to the folder is seen after a restart."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        self._folder = folder
-        self._log = folder / "server.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        script = Path(__file__).with_name("s3_server.py")
-        command = [sys.executable, script, str(self._port), self._folder]
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self._port)) == 0:
-                    return
-            assert self._process.poll() is None
-            time.sleep(0.1)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def num_reads(self) -> int:
-        """Reads of shards that the running or last process answered."""
-        return sum("GET /caches/cache/bucket-" in line for line in self._log.read_text().splitlines())
-
-    def uri(self, cache: str) -> str:
-        return f"s3://key:secret@caches/{cache}?endpoint_override=127.0.0.1:{self._port}&scheme=http"
 
 
 @pytest.fixture
@@ -62,6 +26,11 @@ def server(dflash, project: Path) -> Iterator[S3Server]:
     running.start()
     yield running
     running.kill()
+
+
+def num_reads(server: S3Server) -> int:
+    """Reads of shards that the running or last process answered."""
+    return sum("GET /caches/cache/bucket-" in line for line in server.requests())
 
 
 def read_all(reader: CacheReader) -> list[torch.Tensor]:
@@ -94,12 +63,6 @@ def test_a_store_that_stays_away_is_an_error_after_the_time_for_retries(server, 
     server.start()
 
 
-def test_generate_refuses_to_write_to_a_store(dflash, project) -> None:
-    outcome = dflash("generate", project, "--set", "cache_dir=s3://bucket/cache")
-    assert outcome.code == 2
-    assert "generate writes to a folder" in outcome.err
-
-
 def test_a_missing_cache_and_a_damaged_shard_are_told_without_credentials(server, project) -> None:
     with pytest.raises(CacheError) as caught:
         CacheReader(server.uri("nowhere"))
@@ -129,7 +92,7 @@ def test_a_server_killed_and_restarted_in_the_middle_of_training_costs_retries_a
         while not log.exists() or len(log.read_text().splitlines()) < 3:
             time.sleep(0.01)
         server.kill()
-        reads.append(server.num_reads())
+        reads.append(num_reads(server))
         time.sleep(0.5)
         server.start()
 
@@ -139,8 +102,60 @@ def test_a_server_killed_and_restarted_in_the_middle_of_training_costs_retries_a
     trained = dflash("train", project, *options)
     disturber.join()
     assert trained.code == 0, trained.err
-    reads.append(server.num_reads())
+    reads.append(num_reads(server))
     assert min(reads) > 10  # before the kill, and after it
     expected, found = (load_checkpoint(latest_path(run)) for run in (project.parent / "run", remote_run))
     assert found.step == expected.step
     assert all(torch.equal(found.drafter[name], tensor) for name, tensor in expected.drafter.items())
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in map(json.loads, (run / "log.jsonl").read_text().splitlines())]
+
+
+def test_a_cache_written_to_a_store_trains_as_the_one_in_a_folder(dflash, project, server, tmp_path) -> None:
+    in_store = f'cache_dir="{server.uri("written")}"'
+    made = dflash("generate", project, "--set", in_store, "--set", f"remote.staging_dir={tmp_path / 'here'}")
+    assert made.code == 0, made.err
+    assert "The cache s3://caches/written is complete: 60 samples." in made.out
+    assert "secret" not in made.out + (project.parent / "written" / "config.yaml").read_text()
+    assert not (project.parent / "written" / "writer.json").exists()
+    run, options = tmp_path / "remote-run", ("--set", "train.max_steps=3")
+    assert dflash("train", project, *options).code == 0
+    trained = dflash("train", project, *options, "--set", in_store, "--set", f"run_dir={run}")
+    assert trained.code == 0, trained.err
+    assert losses(run) == losses(project.parent / "run")
+    assert len(losses(run)) >= 3
+
+
+def test_verify_finds_a_flipped_byte_and_a_missing_shard_in_a_store(dflash, project, server) -> None:
+    cache, uri = project.parent / "cache", server.uri("cache")
+    whole = dflash("verify", uri, "--full")
+    assert whole.code == 0, whole.out + whole.err
+    assert "\ns3://caches/cache is whole: 60 of 60 samples in " in whole.out
+    rows = open_index(cache).to_pylist()
+    missing, flipped = sorted({row["shard"] for row in rows})[:2]
+    hit = next(row for row in rows if row["shard"] == flipped and row["row"] > 0)
+    data = bytearray((cache / flipped).read_bytes())
+    data[4096 + hit["row"] * 3 * 32 * 4] ^= 4  # three layers of 32 in float32
+    (cache / flipped).write_bytes(data)
+    (cache / missing).rename(cache / "bucket-0" / "shard-000099.safetensors")
+    server.kill()
+    server.start()
+    lost = [row["sample"] for row in rows if row["shard"] == missing]
+    for options, expected in (((), [(missing, lost)]), (("--full",), [(missing, lost), (flipped, [hit["sample"]])])):
+        outcome = dflash("verify", uri, "--json", *options)
+        assert outcome.code == 2
+        report = json.loads(outcome.out)
+        assert [(finding["place"], finding["samples"]) for finding in report["findings"]] == expected
+        assert "the first is s3://caches/cache/bucket-0/shard-000099.safetensors." in report["notes"][0]
+    refused = dflash("verify", uri, "--repair")
+    assert refused.code == 2
+    assert refused.err.startswith("Error: --repair mends a folder: copy s3://caches/cache to one, ")
+
+
+def test_buckets_of_a_cache_in_a_store_are_those_of_the_folder(dflash, project, server) -> None:
+    caches = project.parent / "cache", server.uri("cache")
+    local, remote = (json.loads(dflash("inspect-buckets", cache, "--json").out) for cache in caches)
+    assert remote["cache"] == "s3://caches/cache"
+    assert {**remote, "cache": local["cache"]} == local

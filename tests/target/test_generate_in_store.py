@@ -1,0 +1,269 @@
+"""The first stage into an object store: an S3 server on loopback, killed and restarted, and writers that are killed."""
+
+import json
+import os
+import shutil
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from cache.object_store import S3Server
+from target.small_cache import NUM_SAMPLES, TOKEN_BYTES, Listener, checksums, conversation, whole_checksums
+
+from dflash_cache.cache import marker, staging
+from dflash_cache.cache.index import cached_rows
+from dflash_cache.cache.rejected import read_rejected
+from dflash_cache.cache.staging import staging_folder
+from dflash_cache.cache.store import RemoteStore
+from dflash_cache.config.settings import Config, RemoteSettings
+from dflash_cache.errors import CacheError, ConfigError, WriteError
+from dflash_cache.target import pipeline
+from dflash_cache.target.generate import generate
+
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[S3Server]:
+    (tmp_path / "store").mkdir()
+    running = S3Server(tmp_path / "store")
+    running.start()
+    yield running
+    running.kill()
+
+
+@pytest.fixture(autouse=True)
+def small_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts begin at once, so that they meet forwards of milliseconds; a writer that is gone is not watched for long."""
+    monkeypatch.setattr(staging, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(marker, "WATCH_SECONDS", 0.5)
+    monkeypatch.setattr(marker, "_POLL_SECONDS", 0.1)
+
+
+@pytest.fixture
+def in_store(configure: Configure, server: S3Server, tmp_path: Path) -> Configure:
+    """Configurations of the small cache in the store; `machine` names the disk that the staging folder lies on."""
+
+    def make(machine: str = "a", remote: dict[str, Any] | None = None, **settings: Any) -> Config:
+        config = configure(**settings)
+        changed = {"staging_dir": str(tmp_path / machine), "retry_seconds": 30.0, "staging_bytes": 1, **(remote or {})}
+        return config.model_copy(update={"cache_dir": server.uri("cache"), "remote": RemoteSettings(**changed)})
+
+    return make
+
+
+def put_shards(server: S3Server) -> list[Path]:
+    return sorted((server.folder / "cache").glob("bucket-*/*"))
+
+
+def run_and_kill(config: Config, when: Callable[[int], bool]) -> None:
+    """A fork of this process generates and kills itself at the first forward of which `when` is true."""
+
+    def kill(call: int) -> None:
+        if when(call):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if not pid:
+        try:
+            generate(config, Listener(kill))
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_the_cache_in_the_store_is_the_one_that_a_folder_would_hold_and_the_local_disk_is_empty_again(
+    configure, in_store, server, tmp_path
+) -> None:
+    listener = Listener()
+    config = in_store(remote={"staging_bytes": 30_000})
+    generate(config, listener)
+    whole = whole_checksums(configure, tmp_path)
+    assert checksums(server.folder / "cache") == whole
+    for name in ("manifest.json", "samples/samples.parquet", "jobs.parquet"):
+        found, expected = ((folder / name).read_bytes() for folder in (server.folder / "cache", tmp_path / "whole"))
+        assert found == expected or name == "manifest.json"
+    found, expected = (
+        json.loads((at / "manifest.json").read_text()) for at in (server.folder / "cache", tmp_path / "whole")
+    )
+    assert {**found, "settings": 0, "seal": 0} == {**expected, "settings": 0, "seal": 0}
+    assert not (server.folder / "cache" / "writer.json").exists()
+    assert "secret" not in "".join(path.read_text(errors="ignore") for path in (server.folder / "cache").glob("*.*"))
+    assert listener.estimate is not None
+    assert listener.estimate.disk_bytes == 30_000 + 3 * 16_000  # what waits, and one open shard a bucket
+    assert listener.estimate.remaining_bytes == 1590 * TOKEN_BYTES
+    folder = staging_folder(config.cache_dir, config.remote)
+    assert [path.name for path in folder.iterdir()] == ["writer.lock"]
+    again = Listener()
+    generate(in_store("b"), again)
+    assert again.estimate is not None
+    assert again.estimate.remaining_tokens == 0
+    assert checksums(server.folder / "cache") == whole
+
+
+def test_killed_runs_go_on_here_or_on_another_machine_and_make_the_same_cache(
+    configure, in_store, server, tmp_path
+) -> None:
+    run_and_kill(in_store("a"), lambda call: call > 1 and len(put_shards(server)) >= 2)
+    run_and_kill(in_store("a"), lambda call: call > 1 and len(put_shards(server)) >= 4)
+    run_and_kill(in_store("b"), lambda call: call == 6)  # whose shards most likely wait for their put
+    assert not list((server.folder / "cache" / "index").glob("index.parquet"))
+    assert cached_rows(server.folder / "cache").num_rows < NUM_SAMPLES
+    for machine in ("c", "a"):
+        listener = Listener(lambda call, machine=machine: stop_first(call, machine))
+        try:
+            generate(in_store(machine), listener)
+        except KeyboardInterrupt:
+            assert machine == "c"
+        assert (machine == "c") == any(
+            note.startswith("Took over s3://caches/cache from process") for note in listener.notes
+        )
+    assert checksums(server.folder / "cache") == whole_checksums(configure, tmp_path)
+    assert not (server.folder / "cache" / "writer.json").exists()
+
+
+def stop_first(call: int, machine: str) -> None:
+    if machine == "c" and call == 4:
+        raise KeyboardInterrupt
+
+
+def test_what_waits_after_a_kill_is_put_and_not_made_again_unless_the_store_has_it_by_now(
+    configure, in_store, server, tmp_path, monkeypatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(staging, "_POLL_SECONDS", 1000.0)  # nothing is put before the kill
+        run_and_kill(in_store(), lambda call: call == 12)
+    folder = staging_folder(in_store().cache_dir, in_store().remote)
+    safe = cached_rows(folder)["length"].to_numpy().sum()
+    assert safe > 0
+    assert not put_shards(server)
+    shutil.copytree(tmp_path / "a", tmp_path / "late")
+    listener = Listener()
+    generate(in_store(), listener)
+    assert listener.tokens[0] == safe
+    whole = whole_checksums(configure, tmp_path)
+    assert checksums(server.folder / "cache") == whole
+    before = put_shards(server)
+    late = Listener()
+    generate(in_store("late"), late)  # a machine that was away, with shards of its own
+    assert late.tokens == []
+    assert put_shards(server) == before
+    assert checksums(server.folder / "cache") == whole
+
+
+def test_a_writer_that_lives_is_left_alone_and_one_that_is_gone_is_taken_over(in_store, server, monkeypatch) -> None:
+    monkeypatch.setattr(marker, "BEAT_SECONDS", 0.1)
+    store = RemoteStore(server.uri("cache"), RemoteSettings())
+    other = marker.WriterMarker(store, "another folder")
+    assert other.claim() is None
+    with pytest.raises(CacheError, match=r"^Another `dflash generate` is writing the cache at s3://caches/cache \(pro"):
+        generate(in_store(), Listener())
+    assert not put_shards(server)
+    other.abandon()
+    listener = Listener()
+    generate(in_store(), listener)
+    assert listener.notes == [
+        f"Took over s3://caches/cache from process {os.getpid()} on {os.uname().nodename}, which was not heard of for "
+        "0.5 s."
+    ]
+    with pytest.raises(WriteError, match="is not this run's any more"):
+        other.check()
+
+
+def test_a_writer_that_was_taken_over_announces_nothing_more(configure, in_store, server, tmp_path) -> None:
+    listed: list[set[str]] = []
+
+    def take_over(call: int) -> None:
+        if len(put_shards(server)) >= 2 and not listed:
+            RemoteStore(server.uri("cache"), RemoteSettings()).put("writer.json", b'{"owner": "process 1 on other"}')
+            time.sleep(0.5)  # the announcement that was under way
+            listed.append({path.name for path in (server.folder / "cache" / "index").iterdir()})
+
+    with pytest.raises(
+        WriteError, match=r"not this run's any more, process 1 on other has taken it over: let that one"
+    ):
+        generate(in_store(), Listener(take_over))
+    assert {path.name for path in (server.folder / "cache" / "index").iterdir()} == listed[0]
+    assert json.loads((server.folder / "cache" / "writer.json").read_text()) == {"owner": "process 1 on other"}
+    generate(in_store(), Listener())
+    assert checksums(server.folder / "cache") == whole_checksums(configure, tmp_path)
+
+
+def test_further_conversations_are_appended_in_the_store_as_in_a_folder(configure, in_store, server, tmp_path) -> None:
+    generate(in_store(), Listener())
+    generate(configure("local"), Listener())
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(60, 70)))
+    for config in (in_store("b"), configure("local")):
+        data = config.data.model_copy(update={"paths": (str(more),)})
+        generate(config.model_copy(update={"data": data}), Listener(), append=True)
+    found = checksums(server.folder / "cache")
+    assert len(found) == NUM_SAMPLES + 10
+    assert found == checksums(tmp_path / "local")
+
+
+def test_bad_samples_are_recorded_in_the_store(configure, in_store, server, tmp_path, monkeypatch) -> None:
+    capture = pipeline.capture_states
+
+    def bad(target: Any, ids_ST: Any, lengths_S: Any, out_STLH: Any = None) -> Any:
+        states = capture(target, ids_ST, lengths_S, out_STLH)
+        states[ids_ST[:, 2] == 7 + 11, 1, 1] = float("nan")  # w11 is the first word of sample 11
+        return states
+
+    monkeypatch.setattr(pipeline, "capture_states", bad)
+    generate(in_store(max_bad_share=0.05), Listener())
+    monkeypatch.undo()
+    assert read_rejected(server.folder / "cache").to_pydict()["sample"] == [11]
+    assert set(checksums(server.folder / "cache")) == set(range(NUM_SAMPLES)) - {11}
+
+
+def test_torchrun_and_a_store_are_refused(in_store, monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"write to s3://caches/cache from one machine with --devices\.$"):
+        generate(in_store(), Listener())
+
+
+def test_a_server_killed_and_restarted_in_the_middle_costs_retries_and_not_the_run(
+    configure, in_store, server, tmp_path
+) -> None:
+    kept = []
+
+    def disturb(call: int) -> None:
+        if len(put_shards(server)) >= 3 and not kept:
+            server.kill()
+            kept.append(len(put_shards(server)))
+            Thread(target=lambda: (time.sleep(1), server.start())).start()
+
+    generate(in_store(), Listener(disturb))
+    assert 3 <= kept[0] < len(put_shards(server))
+    assert checksums(server.folder / "cache") == whole_checksums(configure, tmp_path)
+
+
+def test_a_store_that_stays_away_stops_the_run_and_the_same_command_goes_on(
+    configure, in_store, server, tmp_path
+) -> None:
+    def disturb(call: int) -> None:
+        if len(put_shards(server)) >= 3:
+            server.kill()
+
+    with pytest.raises(WriteError) as caught:
+        generate(in_store(remote={"retry_seconds": 0.5}), Listener(disturb))
+    message = str(caught.value)
+    assert "s3://caches/cache" in message
+    assert "run the same command again" in message
+    assert "committed shards wait in" in message
+    assert "secret" not in message
+    rows = cached_rows(staging_folder(in_store().cache_dir, in_store().remote))
+    assert f"Committed so far: {rows.num_rows} of 60 samples" in message
+    server.start()
+    listener = Listener()
+    generate(in_store(), listener)
+    assert listener.tokens[0] == rows["length"].to_numpy().sum()
+    assert checksums(server.folder / "cache") == whole_checksums(configure, tmp_path)
