@@ -29,7 +29,10 @@ def lock_cache(cache_dir: Path) -> Iterator[int | None]:
         make_folder(cache_dir)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        yield descriptor if _lock(descriptor, cache_dir) else None
+        locked = _lock(descriptor, cache_dir)
+        yield descriptor if locked else None
+        if locked:
+            os.ftruncate(descriptor, 0)  # a finished cache says nothing of who wrote it
     finally:
         os.close(descriptor)
 

@@ -87,13 +87,12 @@ def test_other_data_without_append_and_other_settings_with_it_are_refused(config
 
 def test_a_part_that_the_manifest_does_not_name_is_not_there(configure: Configure, tmp_path: Path) -> None:
     generate(with_data(configure(), tmp_path, 0, 40), Observer())
-    before = (tmp_path / "cache" / "manifest.json").read_bytes()
     generate(with_data(configure(), tmp_path, 40, 60), Observer(), append=True)
     samples = samples_dir(tmp_path / "cache")
     generate(with_data(configure("killed"), tmp_path, 0, 40), Observer())
     (samples_dir(tmp_path / "killed") / "samples_000001.parquet").write_bytes(
         (samples / "samples_000001.parquet").read_bytes()
     )  # as if the kill had come before the manifest
-    assert (tmp_path / "killed" / "manifest.json").read_bytes() == before.replace(b"/cache", b"/killed")
+    assert read_manifest(tmp_path / "killed").num_samples == 40
     generate(with_data(configure("killed"), tmp_path, 45, 60), Observer(), append=True)
     assert sorted(checksums(tmp_path / "killed")) == list(range(55))

@@ -1,14 +1,15 @@
 """The first stage into an object store: an S3 server on loopback, killed and restarted, and writers that are killed."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -37,12 +38,19 @@ def server(tmp_path: Path) -> Iterator[S3Server]:
     running.kill()
 
 
+def shorten_pauses(poll_seconds: float = 0.02) -> dict[tuple[ModuleType, str], float]:
+    """Puts begin at once, so that they meet forwards of milliseconds; a writer that is gone is not watched for long."""
+    return {
+        (staging, "_POLL_SECONDS"): poll_seconds,
+        (marker, "WATCH_SECONDS"): 0.5,
+        (marker, "_POLL_SECONDS"): 0.1,
+    }
+
+
 @pytest.fixture(autouse=True)
 def small_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts begin at once, so that they meet forwards of milliseconds; a writer that is gone is not watched for long."""
-    monkeypatch.setattr(staging, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(marker, "WATCH_SECONDS", 0.5)
-    monkeypatch.setattr(marker, "_POLL_SECONDS", 0.1)
+    for (module, name), seconds in shorten_pauses().items():
+        monkeypatch.setattr(module, name, seconds)
 
 
 @pytest.fixture
@@ -61,21 +69,25 @@ def put_shards(server: S3Server) -> list[Path]:
     return sorted((server.folder / "cache").glob("bucket-*/*"))
 
 
-def run_and_kill(config: Config, when: Callable[[int], bool]) -> None:
-    """A fork of this process generates and kills itself at the first forward of which `when` is true."""
+def generate_and_kill_itself(config: Config, put: Path, num_put: int, call: int, poll_seconds: float) -> None:
+    """Kills itself at the first forward from `call` on that finds so many shards in the store."""
+    for (module, name), seconds in shorten_pauses(poll_seconds).items():
+        setattr(module, name, seconds)
 
-    def kill(call: int) -> None:
-        if when(call):
+    def kill(current: int) -> None:
+        if current >= call and len(list(put.glob("bucket-*/*"))) >= num_put:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    pid = os.fork()
-    if not pid:
-        try:
-            generate(config, Listener(kill))
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    generate(config, Listener(kill))
+
+
+def run_and_kill(config: Config, server: S3Server, num_put: int = 0, call: int = 2, poll_seconds: float = 0.02) -> None:
+    """In a new process: one forked from this one, which has the threads of an S3 client, may wait for ever."""
+    arguments = (config, server.folder / "cache", num_put, call, poll_seconds)
+    process = multiprocessing.get_context("spawn").Process(target=generate_and_kill_itself, args=arguments)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_the_cache_in_the_store_is_the_one_that_a_folder_would_hold_and_the_local_disk_is_empty_again(
@@ -110,9 +122,9 @@ def test_the_cache_in_the_store_is_the_one_that_a_folder_would_hold_and_the_loca
 def test_killed_runs_go_on_here_or_on_another_machine_and_make_the_same_cache(
     configure, in_store, server, tmp_path
 ) -> None:
-    run_and_kill(in_store("a"), lambda call: call > 1 and len(put_shards(server)) >= 2)
-    run_and_kill(in_store("a"), lambda call: call > 1 and len(put_shards(server)) >= 4)
-    run_and_kill(in_store("b"), lambda call: call == 6)  # whose shards most likely wait for their put
+    run_and_kill(in_store("a"), server, num_put=2)
+    run_and_kill(in_store("a"), server, num_put=4)
+    run_and_kill(in_store("b"), server, call=6)  # whose shards most likely wait for their put
     assert not list((server.folder / "cache" / "index").glob("index.parquet"))
     assert cached_rows(server.folder / "cache").num_rows < NUM_SAMPLES
     for machine in ("c", "a"):
@@ -134,11 +146,9 @@ def stop_first(call: int, machine: str) -> None:
 
 
 def test_what_waits_after_a_kill_is_put_and_not_made_again_unless_the_store_has_it_by_now(
-    configure, in_store, server, tmp_path, monkeypatch
+    configure, in_store, server, tmp_path
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(staging, "_POLL_SECONDS", 1000.0)  # nothing is put before the kill
-        run_and_kill(in_store(), lambda call: call == 12)
+    run_and_kill(in_store(), server, call=12, poll_seconds=1000.0)  # nothing is put before the kill
     folder = staging_folder(in_store().cache_dir, in_store().remote)
     safe = cached_rows(folder)["length"].to_numpy().sum()
     assert safe > 0
