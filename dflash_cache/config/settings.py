@@ -151,6 +151,11 @@ class ObjectiveSettings(Settings):
         None,
         description="slots after the anchor that are trained at all; null: every one. Those beyond cost nothing",
     )
+    cap_lambda: NonNegativeFloat = Field(
+        0.0,
+        description="weight of the mean entropy of the slots that are right already (CAP, LLaDA 2.0, section 5.2); "
+        "above 0 a step makes its forward passes twice",
+    )
 
 
 class TrainSettings(Settings):

@@ -138,8 +138,9 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
+    cap_weight = weigh_entropy(run, part.micro_batches)
     for micro_batch in part.micro_batches:
-        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), config.objective)
+        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), config.objective, cap_weight)
         loss.loss_sum.backward()  # type: ignore[no-untyped-call]
         sums.add(loss, micro_batch.bucket)
     table = tabulate_step(part.size, zip(part.slots, part.micro_batches, strict=True))
@@ -170,8 +171,31 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     }
 
 
+@torch.no_grad()
+def weigh_entropy(run: TrainingRun, micro_batches: Sequence[MicroBatch]) -> float:
+    """What one right slot's entropy weighs in the step's sum, so that divided by its weights it is λ · their mean.
+
+    Both terms are means over the whole step, with denominators of their own, known when its last micro-batch was
+    looked at; so with `cap_lambda` a first pass without gradients counts. Synchronises the device.
+    """
+    cap_lambda = run.config.objective.cap_lambda
+    if cap_lambda == 0:
+        return 0.0
+    weight_and_right = torch.zeros(2, dtype=torch.float64, device=run.device)
+    for micro_batch in micro_batches:
+        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), run.config.objective)
+        weight_and_right += torch.stack([loss.weight_sum, loss.correct_NK.sum()])
+    run.ranks.sum([weight_and_right])
+    weight_sum, num_right = weight_and_right.tolist()
+    return float(cap_lambda * weight_sum / max(1.0, num_right))
+
+
 def draft_loss(
-    drafter: Drafter, frozen: FrozenTarget, micro_batch: MicroBatch, objective: ObjectiveSettings
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    micro_batch: MicroBatch,
+    objective: ObjectiveSettings,
+    cap_weight: float = 0.0,
 ) -> BlockLoss:
     """The summed, weighted loss of a micro-batch's blocks; matrix products in the frozen head's dtype."""
     dtype = frozen.head_VH.dtype
@@ -180,9 +204,8 @@ def draft_loss(
         context = drafter.read_context(micro_batch.batch.hidden_STLH.to(dtype))
         slots_SABH = frozen.embed_blocks(blocks.tokens_SA, drafter.shape)
         states_SABH = drafter(slots_SABH, context, blocks.anchors_SA)
-    return block_loss(
-        states_SABH, blocks, frozen.head_VH, partial(weigh_slots, settings=objective), objective.max_slots
-    )
+    weigh = partial(weigh_slots, settings=objective)
+    return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, cap_weight)
 
 
 def finish_gradients(drafter: Drafter, weight_sum: torch.Tensor, clip_norm: float) -> torch.Tensor:
