@@ -183,8 +183,15 @@ class TrainSettings(Settings):
     learning_rate: PositiveFloat = 6e-4
     betas: tuple[Share, Share] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
-    warmup_share: Share = 0.04
-    final_learning_rate_share: Share = Field(0.0, description="the cosine ends at this share of learning_rate")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine",
+        description="after the warm-up; wsd (warm-up, stable, decay) stays at the peak until the last decay_share",
+    )
+    warmup_share: Share = Field(0.04, description="share of the steps over which the rate rises to learning_rate")
+    decay_share: Share = Field(0.2, description="wsd: share of the steps, at the end, over which the rate falls")
+    final_learning_rate_share: Share = Field(
+        0.0, description="cosine and wsd end at this share of learning_rate, constant takes no notice"
+    )
     clip_norm: PositiveFloat = 1.0
     seed: NonNegativeInt = 0
     dtype: ComputeDtype = Field(
@@ -202,6 +209,12 @@ class TrainSettings(Settings):
     validate_every: PositiveInt = Field(100, description="steps between two validations")
     checkpoint_every: PositiveInt = Field(200, description="steps between two checkpoints")
     keep_checkpoints: PositiveInt = 2
+
+    @model_validator(mode="after")
+    def _warm_up_ends_before_the_decay(self) -> "TrainSettings":
+        if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
+            raise ValueError("warmup_share and decay_share must not be more than 1 together")
+        return self
 
 
 class RemoteSettings(Settings):
