@@ -158,6 +158,25 @@ class ObjectiveSettings(Settings):
     )
 
 
+class NoiseSettings(Settings):
+    """Noise on the cached states that training reads; validation never has any."""
+
+    kind: Literal["off", "gaussian", "uniform"] = "off"
+    strength: NonNegativeFloat = Field(
+        0.05, description="standard deviation, in the states' own units (speculators: 0.05, uniform)"
+    )
+    warmup_share: Share = Field(0.04, description="share of the steps over which it rises from exactly zero")
+    after_warmup: Literal["hold", "decay"] = Field(
+        "hold", description="stay at strength, or fall along a line to zero at the last step"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_is_no_truth_value(cls, tree: Any) -> Any:
+        # YAML reads a bare `off` as false
+        return tree | {"kind": "off"} if isinstance(tree, dict) and tree.get("kind") is False else tree
+
+
 class TrainSettings(Settings):
     """The training run."""
 
@@ -193,6 +212,7 @@ class TrainSettings(Settings):
         0.0, description="cosine and wsd end at this share of learning_rate, constant takes no notice"
     )
     clip_norm: PositiveFloat = 1.0
+    noise: NoiseSettings = NoiseSettings()
     seed: NonNegativeInt = 0
     dtype: ComputeDtype = Field(
         "bfloat16",

@@ -8,7 +8,7 @@ wherever they were computed. Every rank makes every move; the first one writes.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from dflash_cache.errors import RunError
 from dflash_cache.train.checkpoint import best_score, mark_best, save_checkpoint
 from dflash_cache.train.metrics import Record, Sink, StepSums
 from dflash_cache.train.mix import EpochMix, tabulate_step
+from dflash_cache.train.noise import add_noise, noise_level
 from dflash_cache.train.ranks import Ranks
 from dflash_cache.train.sampler import EpochOrder, buffer_fill
 from dflash_cache.train.schedules import learning_rate
@@ -138,9 +139,9 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
-    cap_weight = weigh_entropy(run, part.micro_batches)
-    for micro_batch in part.micro_batches:
-        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), config.objective, cap_weight)
+    cap_weight = weigh_entropy(run, part)
+    for micro_batch in inputs(run, part):
+        loss = draft_loss(run.drafter, run.frozen, micro_batch, config.objective, cap_weight)
         loss.loss_sum.backward()  # type: ignore[no-untyped-call]
         sums.add(loss, micro_batch.bucket)
     table = tabulate_step(part.size, zip(part.slots, part.micro_batches, strict=True))
@@ -159,6 +160,7 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     return figures | {
         "epoch": part.epoch,
         "learning_rate": rate,
+        "noise": noise_level(run.step, run.num_steps, config.train.noise),
         "gradient_norm": float(norm),
         "skipped": not finite,
         "tokens": tokens,
@@ -171,8 +173,20 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     }
 
 
+def inputs(run: TrainingRun, part: StepInput) -> Iterator[MicroBatch]:
+    """The step's micro-batches on the device, with the step's noise: the same ones whenever they are asked for."""
+    settings = run.config.train
+    level = noise_level(run.step, run.num_steps, settings.noise)
+    dtype = run.frozen.head_VH.dtype
+    for slot, micro_batch in zip(part.slots, part.micro_batches, strict=True):
+        moved = micro_batch.to(run.device)
+        states_STLH = moved.batch.hidden_STLH.to(dtype)
+        noisy_STLH = add_noise(states_STLH, level, settings.noise, (settings.seed, run.step, slot))
+        yield replace(moved, batch=replace(moved.batch, hidden_STLH=noisy_STLH))
+
+
 @torch.no_grad()
-def weigh_entropy(run: TrainingRun, micro_batches: Sequence[MicroBatch]) -> float:
+def weigh_entropy(run: TrainingRun, part: StepInput) -> float:
     """What one right slot's entropy weighs in the step's sum, so that divided by its weights it is λ · their mean.
 
     Both terms are means over the whole step, with denominators of their own, known when its last micro-batch was
@@ -182,8 +196,8 @@ def weigh_entropy(run: TrainingRun, micro_batches: Sequence[MicroBatch]) -> floa
     if cap_lambda == 0:
         return 0.0
     weight_and_right = torch.zeros(2, dtype=torch.float64, device=run.device)
-    for micro_batch in micro_batches:
-        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), run.config.objective)
+    for micro_batch in inputs(run, part):
+        loss = draft_loss(run.drafter, run.frozen, micro_batch, run.config.objective)
         weight_and_right += torch.stack([loss.weight_sum, loss.correct_NK.sum()])
     run.ranks.sum([weight_and_right])
     weight_sum, num_right = weight_and_right.tolist()
