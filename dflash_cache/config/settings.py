@@ -14,6 +14,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -200,8 +201,15 @@ class TrainSettings(Settings):
         description="muon: torch's Muon for matrices, its updates scaled to AdamW's size, and AdamW for norms",
     )
     learning_rate: PositiveFloat = 6e-4
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's")
+    muon_momentum: Decay = Field(0.95, description="Muon's, with Nesterov's step")
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="of matrices alone, times the learning rate; norms have none"
+    )
+    ema_decay: Decay | None = Field(
+        None,
+        description="of a moving average of the weights, which is then validated, exported and measured; null: none",
+    )
     schedule: Literal["cosine", "wsd", "constant"] = Field(
         "cosine",
         description="after the warm-up; wsd (warm-up, stable, decay) stays at the peak until the last decay_share",

@@ -22,6 +22,7 @@ from dflash_cache.drafter.loss import BlockLoss, block_loss
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import weigh_slots
 from dflash_cache.errors import RunError
+from dflash_cache.train.average import update_average
 from dflash_cache.train.checkpoint import best_score, mark_best, save_checkpoint
 from dflash_cache.train.metrics import Record, Sink, StepSums
 from dflash_cache.train.mix import EpochMix, tabulate_step
@@ -154,6 +155,8 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
         if finite:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    if finite and run.average is not None and config.train.ema_decay is not None:
+        update_average(run.average, run.drafter, config.train.ema_decay, run.step)
     seconds = time.perf_counter() - started
     figures, batch = sums.figures(), part.mix.add(table_G.cpu().numpy())
     tokens, samples = batch.pop("tokens"), batch.pop("samples")
@@ -234,7 +237,8 @@ def finish_gradients(drafter: Drafter, weight_sum: torch.Tensor, clip_norm: floa
 def validate(run: TrainingRun) -> Record:
     """Loss and expected acceptance length on the held-out samples, with the same anchors every time.
 
-    Each rank takes its share of the micro-batches.
+    Of the weights' moving average, if there is one; the loss is the plain weighted cross-entropy of all slots, whatever
+    else training adds. Each rank takes its share of the micro-batches.
     """
     started = time.perf_counter()
     plan = plan_training_epoch(run.config, run.reader, run.validation_rows, 0)
@@ -242,7 +246,7 @@ def validate(run: TrainingRun) -> Record:
     places = range(run.ranks.rank, plan.num_micro_batches, run.ranks.world_size)
     whole_blocks = run.config.objective.model_copy(update={"max_slots": None})
     for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
-        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), whole_blocks)
+        loss = draft_loss(run.average or run.drafter, run.frozen, micro_batch.to(run.device), whole_blocks)
         sums.add(loss, micro_batch.bucket)
     run.ranks.sum([sums.by_bucket])
     figures: dict[str, Any] = {"kind": "validation", "step": run.step}
