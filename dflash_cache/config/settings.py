@@ -14,6 +14,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -151,6 +152,30 @@ class ObjectiveSettings(Settings):
         None,
         description="slots after the anchor that are trained at all; null: every one. Those beyond cost nothing",
     )
+    cap_lambda: NonNegativeFloat = Field(
+        0.0,
+        description="weight of the mean entropy of the slots that are right already (CAP, LLaDA 2.0, section 5.2); "
+        "above 0 a step makes its forward passes twice",
+    )
+
+
+class NoiseSettings(Settings):
+    """Noise on the cached states that training reads; validation never has any."""
+
+    kind: Literal["off", "gaussian", "uniform"] = "off"
+    strength: NonNegativeFloat = Field(
+        0.05, description="standard deviation, in the states' own units (speculators: 0.05, uniform)"
+    )
+    warmup_share: Share = Field(0.04, description="share of the steps over which it rises from exactly zero")
+    after_warmup: Literal["hold", "decay"] = Field(
+        "hold", description="stay at strength, or fall along a line to zero at the last step"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_is_no_truth_value(cls, tree: Any) -> Any:
+        # YAML reads a bare `off` as false
+        return tree | {"kind": "off"} if isinstance(tree, dict) and tree.get("kind") is False else tree
 
 
 class TrainSettings(Settings):
@@ -176,11 +201,26 @@ class TrainSettings(Settings):
         description="muon: torch's Muon for matrices, its updates scaled to AdamW's size, and AdamW for norms",
     )
     learning_rate: PositiveFloat = 6e-4
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 0.0
-    warmup_share: Share = 0.04
-    final_learning_rate_share: Share = Field(0.0, description="the cosine ends at this share of learning_rate")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's")
+    muon_momentum: Decay = Field(0.95, description="Muon's, with Nesterov's step")
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="of matrices alone, times the learning rate; norms have none"
+    )
+    ema_decay: Decay | None = Field(
+        None,
+        description="of a moving average of the weights, which is then validated, exported and measured; null: none",
+    )
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine",
+        description="after the warm-up; wsd (warm-up, stable, decay) stays at the peak until the last decay_share",
+    )
+    warmup_share: Share = Field(0.04, description="share of the steps over which the rate rises to learning_rate")
+    decay_share: Share = Field(0.2, description="wsd: share of the steps, at the end, over which the rate falls")
+    final_learning_rate_share: Share = Field(
+        0.0, description="cosine and wsd end at this share of learning_rate, constant takes no notice"
+    )
     clip_norm: PositiveFloat = 1.0
+    noise: NoiseSettings = NoiseSettings()
     seed: NonNegativeInt = 0
     dtype: ComputeDtype = Field(
         "bfloat16",
@@ -197,6 +237,12 @@ class TrainSettings(Settings):
     validate_every: PositiveInt = Field(100, description="steps between two validations")
     checkpoint_every: PositiveInt = Field(200, description="steps between two checkpoints")
     keep_checkpoints: PositiveInt = 2
+
+    @model_validator(mode="after")
+    def _warm_up_ends_before_the_decay(self) -> "TrainSettings":
+        if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
+            raise ValueError("warmup_share and decay_share must not be more than 1 together")
+        return self
 
 
 class RemoteSettings(Settings):

@@ -5,6 +5,9 @@ as the chunk's logits are: softmax minus one-hot, times weight, times head. It i
 kept (positions × hidden); the (chunk × vocabulary) logits are gone before the next chunk. Positions without
 supervision are never computed. Statistics come out of the same pass.
 
+Confidence (CAP, LLaDA 2.0, arXiv 2512.15745, section 5.2): the entropy H of the slots that are right already, those
+whose argmax is the label, may be added, which sharpens what the drafter knows. ∂H/∂z_v = −p_v · (log p_v + H).
+
 The loss is a *sum*; the trainer divides by the summed weights of the whole optimizer step, so that accumulation
 over micro-batches and ranks gives the gradient of one large batch (FIELD.md: averaging per micro-batch weighs short
 batches too high).
@@ -28,10 +31,19 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class _Terms:
+    """What the loss is made of: `weigh` gives a cross-entropy's weight, `cap_weight` is a right slot's entropy's."""
+
+    weigh: Weigh
+    cap_weight: float
+
+
+@dataclass(frozen=True)
 class BlockLoss:
     """The summed loss of N blocks, and what each slot did; all but `loss_sum` are detached.
 
-    loss_sum: Σ weight · cross-entropy (nats), a scalar with a gradient; weight_sum: Σ weight.
+    loss_sum: Σ weight · cross-entropy (nats) + cap_weight · Σ entropy (nats) of the right slots, a scalar with a
+    gradient; weight_sum: Σ weight.
     ce_NK: cross-entropies, correct_NK: argmax is the label, mask_NK: supervised; zeros where not supervised.
     """
 
@@ -43,12 +55,18 @@ class BlockLoss:
 
 
 def block_loss(
-    states_SABH: Tensor, blocks: Blocks, head_VH: Tensor, weigh: Weigh, max_slots: int | None = None
+    states_SABH: Tensor,
+    blocks: Blocks,
+    head_VH: Tensor,
+    weigh: Weigh,
+    max_slots: int | None = None,
+    cap_weight: float = 0.0,
 ) -> BlockLoss:
     """Weighted cross-entropy of the labels under the head's distribution, slots 1…B−1.
 
     `states_SABH` are the drafter's normalised slots; `weigh` maps (ce_NK, mask_NK) to weights (see `objective`).
-    Slots after the first `max_slots` count as unsupervised, and are not computed.
+    Slots after the first `max_slots` count as unsupervised, and are not computed. `cap_weight` is what the entropy
+    of one right slot weighs; it costs two more passes over the right slots' logits.
     The product with the head is computed in the head's dtype, softmax and sums in float32.
     """
     mask_NK = blocks.mask_SAK.flatten(0, 1)
@@ -59,7 +77,7 @@ def block_loss(
     if max_slots is not None:
         mask_NK[:, max_slots:] = False  # a copy already: kept_N selected it
     loss_sum, weight_sum, ce_NK, correct_NK = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
-        states_NKH, labels_NK, mask_NK, head_VH, weigh
+        states_NKH, labels_NK, mask_NK, head_VH, _Terms(weigh, cap_weight)
     )
     return BlockLoss(loss_sum, weight_sum, ce_NK, correct_NK, mask_NK)
 
@@ -67,7 +85,7 @@ def block_loss(
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states_NKH: Tensor, labels_NK: Tensor, mask_NK: Tensor, head_VH: Tensor, weigh: Weigh
+        ctx: Any, states_NKH: Tensor, labels_NK: Tensor, mask_NK: Tensor, head_VH: Tensor, terms: _Terms
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         N, K, _ = states_NKH.shape
         device = states_NKH.device
@@ -96,13 +114,19 @@ class _FrozenHeadLoss(torch.autograd.Function):
 
             ce_NK[part][mask] = ce_R
             correct_NK[part][mask] = correct_R
-            weights_NK = weigh(ce_NK[part], mask)
+            weights_NK = terms.weigh(ce_NK[part], mask)
             weights_R = weights_NK[mask]
             loss_sum += torch.dot(weights_R, ce_R)
             weight_sum += weights_R.sum()
+            right_C = correct_R.nonzero()[:, 0] if terms.cap_weight else None
+            if right_C is not None:
+                entropy_C, slope_CV = _entropy_of(exponentials_RV[right_C], total_R[right_C])
+                loss_sum += terms.cap_weight * entropy_C.sum()
             if gradient_NKH is not None:
                 gradient_RV = exponentials_RV.mul_((weights_R / total_R)[:, None])
                 gradient_RV.scatter_add_(1, labels_R[:, None], -weights_R[:, None])
+                if right_C is not None:
+                    gradient_RV.index_add_(0, right_C, slope_CV, alpha=terms.cap_weight)
                 low_RV.copy_(gradient_RV)
                 gradient_NKH[part][mask] = (low_RV @ head_VH).to(gradient_NKH.dtype)
         if gradient_NKH is not None:
@@ -125,6 +149,14 @@ def _chunk_buffers(rows: int, vocab_size: int, dtype: torch.dtype, device: torch
     """
     low = torch.empty(rows, vocab_size, dtype=dtype, device=device)
     return low, low if dtype == torch.float32 else torch.empty_like(low, dtype=torch.float32)
+
+
+def _entropy_of(exponentials_CV: Tensor, total_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropies (C,) of the distributions exponentials / total, and their gradients (C, V) by the logits."""
+    p_CV = exponentials_CV.div_(total_C[:, None])
+    log_CV = p_CV.log()
+    entropy_C = -torch.linalg.vecdot(p_CV, log_CV)
+    return entropy_C, log_CV.add_(entropy_C[:, None]).mul_(p_CV).neg_()
 
 
 def _labels_chosen(logits_RV: Tensor, labels_R: Tensor, highest_R: Tensor) -> Tensor:

@@ -27,13 +27,17 @@ ORDER = "order of the first epoch"  # the identity's key for what no setting but
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """step: optimizer steps done; drafter: its tensors; optimizers: their states; identity: what this run is."""
+    """step: optimizer steps done; drafter: its tensors; optimizers: their states; identity: what this run is.
+
+    average: the moving average of the drafter's tensors, None without one.
+    """
 
     step: int
     drafter: dict[str, Tensor]
     optimizers: list[dict[str, Any]]
     identity: dict[str, Any]
     shape: dict[str, Any]
+    average: dict[str, Tensor] | None = None
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -68,14 +72,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_drafter(path: Path) -> Drafter:
-    """The drafter of a checkpoint, or of an exported folder. Raises RunError."""
+    """The drafter of a checkpoint (its moving average, if it has one), or of an exported folder. Raises RunError."""
     if path.is_dir():
         if not (path / "config.json").exists():
             raise RunError(f"There is no checkpoint in {path}: run `dflash train` first.")
         shape, tensors = read_export(path)
     else:
         checkpoint = load_checkpoint(path)
-        shape, tensors = DrafterShape.from_dict(checkpoint.shape), checkpoint.drafter
+        shape, tensors = DrafterShape.from_dict(checkpoint.shape), checkpoint.average or checkpoint.drafter
     drafter = Drafter(shape)
     drafter.load_state_dict(tensors)
     return drafter.eval()

@@ -8,7 +8,7 @@ wherever they were computed. Every rank makes every move; the first one writes.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from dflash_cache.drafter.loss import BlockLoss, block_loss
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import weigh_slots
 from dflash_cache.errors import RunError
+from dflash_cache.train.average import update_average
 from dflash_cache.train.checkpoint import best_score, mark_best, save_checkpoint
 from dflash_cache.train.metrics import Record, Sink, StepSums
 from dflash_cache.train.mix import EpochMix, tabulate_step
+from dflash_cache.train.noise import add_noise, noise_level
 from dflash_cache.train.ranks import Ranks
 from dflash_cache.train.sampler import EpochOrder, buffer_fill
 from dflash_cache.train.schedules import learning_rate
@@ -138,8 +140,9 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
-    for micro_batch in part.micro_batches:
-        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), config.objective)
+    cap_weight = weigh_entropy(run, part)
+    for micro_batch in inputs(run, part):
+        loss = draft_loss(run.drafter, run.frozen, micro_batch, config.objective, cap_weight)
         loss.loss_sum.backward()  # type: ignore[no-untyped-call]
         sums.add(loss, micro_batch.bucket)
     table = tabulate_step(part.size, zip(part.slots, part.micro_batches, strict=True))
@@ -152,12 +155,15 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
         if finite:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    if finite and run.average is not None and config.train.ema_decay is not None:
+        update_average(run.average, run.drafter, config.train.ema_decay, run.step)
     seconds = time.perf_counter() - started
     figures, batch = sums.figures(), part.mix.add(table_G.cpu().numpy())
     tokens, samples = batch.pop("tokens"), batch.pop("samples")
     return figures | {
         "epoch": part.epoch,
         "learning_rate": rate,
+        "noise": noise_level(run.step, run.num_steps, config.train.noise),
         "gradient_norm": float(norm),
         "skipped": not finite,
         "tokens": tokens,
@@ -170,8 +176,43 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     }
 
 
+def inputs(run: TrainingRun, part: StepInput) -> Iterator[MicroBatch]:
+    """The step's micro-batches on the device, with the step's noise: the same ones whenever they are asked for."""
+    settings = run.config.train
+    level = noise_level(run.step, run.num_steps, settings.noise)
+    dtype = run.frozen.head_VH.dtype
+    for slot, micro_batch in zip(part.slots, part.micro_batches, strict=True):
+        moved = micro_batch.to(run.device)
+        states_STLH = moved.batch.hidden_STLH.to(dtype)
+        noisy_STLH = add_noise(states_STLH, level, settings.noise, (settings.seed, run.step, slot))
+        yield replace(moved, batch=replace(moved.batch, hidden_STLH=noisy_STLH))
+
+
+@torch.no_grad()
+def weigh_entropy(run: TrainingRun, part: StepInput) -> float:
+    """What one right slot's entropy weighs in the step's sum, so that divided by its weights it is λ · their mean.
+
+    Both terms are means over the whole step, with denominators of their own, known when its last micro-batch was
+    looked at; so with `cap_lambda` a first pass without gradients counts. Synchronises the device.
+    """
+    cap_lambda = run.config.objective.cap_lambda
+    if cap_lambda == 0:
+        return 0.0
+    weight_and_right = torch.zeros(2, dtype=torch.float64, device=run.device)
+    for micro_batch in inputs(run, part):
+        loss = draft_loss(run.drafter, run.frozen, micro_batch, run.config.objective)
+        weight_and_right += torch.stack([loss.weight_sum, loss.correct_NK.sum()])
+    run.ranks.sum([weight_and_right])
+    weight_sum, num_right = weight_and_right.tolist()
+    return float(cap_lambda * weight_sum / max(1.0, num_right))
+
+
 def draft_loss(
-    drafter: Drafter, frozen: FrozenTarget, micro_batch: MicroBatch, objective: ObjectiveSettings
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    micro_batch: MicroBatch,
+    objective: ObjectiveSettings,
+    cap_weight: float = 0.0,
 ) -> BlockLoss:
     """The summed, weighted loss of a micro-batch's blocks; matrix products in the frozen head's dtype."""
     dtype = frozen.head_VH.dtype
@@ -180,9 +221,8 @@ def draft_loss(
         context = drafter.read_context(micro_batch.batch.hidden_STLH.to(dtype))
         slots_SABH = frozen.embed_blocks(blocks.tokens_SA, drafter.shape)
         states_SABH = drafter(slots_SABH, context, blocks.anchors_SA)
-    return block_loss(
-        states_SABH, blocks, frozen.head_VH, partial(weigh_slots, settings=objective), objective.max_slots
-    )
+    weigh = partial(weigh_slots, settings=objective)
+    return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, cap_weight)
 
 
 def finish_gradients(drafter: Drafter, weight_sum: torch.Tensor, clip_norm: float) -> torch.Tensor:
@@ -197,7 +237,8 @@ def finish_gradients(drafter: Drafter, weight_sum: torch.Tensor, clip_norm: floa
 def validate(run: TrainingRun) -> Record:
     """Loss and expected acceptance length on the held-out samples, with the same anchors every time.
 
-    Each rank takes its share of the micro-batches.
+    Of the weights' moving average, if there is one; the loss is the plain weighted cross-entropy of all slots, whatever
+    else training adds. Each rank takes its share of the micro-batches.
     """
     started = time.perf_counter()
     plan = plan_training_epoch(run.config, run.reader, run.validation_rows, 0)
@@ -205,7 +246,7 @@ def validate(run: TrainingRun) -> Record:
     places = range(run.ranks.rank, plan.num_micro_batches, run.ranks.world_size)
     whole_blocks = run.config.objective.model_copy(update={"max_slots": None})
     for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
-        loss = draft_loss(run.drafter, run.frozen, micro_batch.to(run.device), whole_blocks)
+        loss = draft_loss(run.average or run.drafter, run.frozen, micro_batch.to(run.device), whole_blocks)
         sums.add(loss, micro_batch.bucket)
     run.ranks.sum([sums.by_bucket])
     figures: dict[str, Any] = {"kind": "validation", "step": run.step}

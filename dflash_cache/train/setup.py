@@ -28,6 +28,7 @@ from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.drafter.start import start_drafter
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import CacheError, ConfigError, RunError
+from dflash_cache.train.average import start_average
 from dflash_cache.train.checkpoint import (
     ORDER,
     Checkpoint,
@@ -45,12 +46,16 @@ VALIDATION_EPOCH = 2**31  # anchors of held-out samples: the same at every valid
 
 @dataclass
 class TrainingRun:
-    """One run: what it reads, what it trains, and how far it is (`step` optimizer steps done)."""
+    """One run: what it reads, what it trains, and how far it is (`step` optimizer steps done).
+
+    average: the moving average of the drafter's weights, if `train.ema_decay` is set.
+    """
 
     config: Config
     reader: CacheReader
     frozen: FrozenTarget
     drafter: Drafter
+    average: Drafter | None
     optimizers: list[torch.optim.Optimizer]
     ranks: Ranks
     training_rows: np.ndarray
@@ -85,6 +90,7 @@ class TrainingRun:
         return Checkpoint(
             step=self.step,
             drafter=self.drafter.state_dict(),
+            average=self.average.state_dict() if self.average else None,
             optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
             identity=self.identity,
             shape=self.drafter.shape.to_dict(),
@@ -120,6 +126,7 @@ def open_run(config: Config, ranks: Ranks | None = None) -> Iterator[TrainingRun
             reader=reader,
             frozen=load_frozen(files, shape.embedding_scale, COMPUTE_DTYPES[settings.dtype], device),
             drafter=drafter,
+            average=None if settings.ema_decay is None else start_average(drafter),
             optimizers=make_optimizers(drafter, config.train),
             ranks=ranks,
             training_rows=training_rows,
@@ -206,7 +213,9 @@ def make_optimizers(drafter: Drafter, settings: TrainSettings) -> list[torch.opt
     if settings.optimizer == "adamw":
         return [torch.optim.AdamW([decayed, plain], lr=settings.learning_rate, betas=settings.betas, fused=True)]
     return [
-        torch.optim.Muon([decayed], lr=settings.learning_rate, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            [decayed], lr=settings.learning_rate, momentum=settings.muon_momentum, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW([plain], lr=settings.learning_rate, betas=settings.betas, fused=True),
     ]
 
@@ -244,6 +253,8 @@ def _resume(run: TrainingRun) -> None:
     checkpoint = load_checkpoint(path)
     check_identity(checkpoint, run.identity, Path(run.config.run_dir))
     run.drafter.load_state_dict(checkpoint.drafter)
+    if run.average is not None and checkpoint.average is not None:
+        run.average.load_state_dict(checkpoint.average)
     for optimizer, state in zip(run.optimizers, checkpoint.optimizers, strict=True):
         optimizer.load_state_dict(state)
     run.step = checkpoint.step

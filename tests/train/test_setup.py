@@ -4,6 +4,8 @@ import torch
 from drafter.tiny_drafter import make_drafter
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
+from train.rank_runs import COMPLETE, KILLED, Fate, final_state, run_ranks
 
 from dflash_cache.config.settings import TrainSettings
 from dflash_cache.errors import ConfigError
@@ -111,3 +113,44 @@ def test_every_optimizer_starts_at_the_learning_rate_and_adamw_has_the_betas(kin
         for group in optimizer.param_groups:
             assert group["lr"] == 2e-3
             assert isinstance(optimizer, torch.optim.Muon) or tuple(group["betas"]) == (0.7, 0.8)
+
+
+def test_muons_momentum_is_the_settings() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(16, 16, generator=generator) for _ in range(2)]
+    moved = []
+    for momentum in (0.0, 0.9):
+        drafter = make_drafter()
+        matrix = drafter.layers[0].mlp.gate_proj.weight
+        muon, _ = make_optimizers(drafter, options(optimizer="muon", muon_momentum=momentum))
+        for gradient in gradients:
+            before = matrix.detach().clone()
+            matrix.grad = gradient.new_zeros(matrix.shape)
+            matrix.grad[:16] = gradient
+            muon.step()
+        moved.append(matrix.detach() - before)
+    # without momentum the second step follows the second gradient alone; with it Nesterov's mix of both
+    for momentum, step in zip((0.0, 0.9), moved, strict=True):
+        average = (1 - momentum) * (momentum * gradients[0] + gradients[1])
+        mix = (1 - momentum) * gradients[1] + momentum * average
+        u, _, vh = torch.linalg.svd(mix)
+        cosine = torch.nn.functional.cosine_similarity(-step[:16].flatten(), (u @ vh).flatten(), dim=0)
+        assert float(cosine) > 0.95
+
+
+@pytest.mark.parametrize("betas", [[0.9, 1.0], [1.0, 0.95], [-0.1, 0.9]])
+def test_betas_that_never_forget_are_refused(betas: list[float]) -> None:
+    with pytest.raises(ValidationError):
+        options(betas=betas)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_muon_run_killed_and_resumed_ends_with_the_same_bits(configure) -> None:
+    whole, parts = (configure(n, optimizer="muon", weight_decay=0.1, schedule="wsd") for n in ("whole", "parts"))
+    assert run_ranks([whole]) == [(COMPLETE, "")]
+    assert run_ranks([parts], Fate(rank=0, step=5)) == [(KILLED, "")]
+    assert run_ranks([parts]) == [(COMPLETE, "")]
+    (step, tensors), (other_step, others) = final_state(whole), final_state(parts)
+    assert step == other_step
+    assert any(name.endswith("momentum_buffer") for name in tensors)
+    assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
