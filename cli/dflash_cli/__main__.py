@@ -32,11 +32,24 @@ def main() -> None:
         generate,
         import_dumps,
         inspect_buckets,
+        sweep,
         train,
         verify,
     )  # fmt: skip
 
-    commands = (convert, estimate, generate, import_dumps, inspect_buckets, verify, train, evaluate, export, demo)
+    commands = (
+        convert,
+        estimate,
+        generate,
+        import_dumps,
+        inspect_buckets,
+        verify,
+        train,
+        sweep,
+        evaluate,
+        export,
+        demo,
+    )
     for command in commands:
         command.register(app)
     try:

@@ -61,26 +61,33 @@ def train(config: Config, sinks: Sequence[Sink], ranks: Ranks | None = None) -> 
     Every record goes to every sink (of each rank its own). What was trained is in the run's folder (`checkpoints/`).
     """
     with open_run(config, ranks) as run, StopRequest() as stop:
-        skipped = 0
-        for part in steps(run):
-            record = take_step(run, part)
-            skipped = skipped + 1 if record["skipped"] else 0
-            run.step += 1
-            _show({"kind": "train", "step": run.step, "num_steps": run.num_steps} | record, sinks)
-            if skipped == MAX_SKIPPED:
-                raise _divergence(run, part)
-            done = run.step == run.num_steps
-            score = None
-            if len(run.validation_rows) and (run.step % config.train.validate_every == 0 or done):
-                validation = validate(run)
-                _show(validation, sinks)
-                score = validation["acceptance_estimate"]
-            stopped = run.ranks.any(stop.requested)
-            if run.ranks.is_first:
-                _save_if_due(run, score, done or stopped)
-            if stopped:
-                return done
-        return True
+        for _ in advance(run, sinks, stop):
+            pass
+        return run.step == run.num_steps
+
+
+def advance(run: TrainingRun, sinks: Sequence[Sink], stop: StopRequest) -> Iterator[None]:
+    """Take the run's steps, yielding after each one; ends, with a checkpoint, after the last or a stop request."""
+    skipped = 0
+    for part in steps(run):
+        record = take_step(run, part)
+        skipped = skipped + 1 if record["skipped"] else 0
+        run.step += 1
+        _show({"kind": "train", "step": run.step, "num_steps": run.num_steps} | record, sinks)
+        if skipped == MAX_SKIPPED:
+            raise _divergence(run, part)
+        done = run.step == run.num_steps
+        score = None
+        if len(run.validation_rows) and (run.step % run.config.train.validate_every == 0 or done):
+            validation = validate(run)
+            _show(validation, sinks)
+            score = validation["acceptance_estimate"]
+        stopped = run.ranks.any(stop.requested)
+        if run.ranks.is_first:
+            _save_if_due(run, score, done or stopped)
+        yield
+        if stopped:
+            return
 
 
 def steps(run: TrainingRun) -> Iterator[StepInput]:
@@ -123,7 +130,7 @@ def micro_batch_stream(
     items = ((place, int(plan.padded_tokens[place]) * token_bytes) for place in places)
 
     def load(place: int) -> MicroBatch:
-        return load_micro_batch(run.reader, plan.rows_of(place), int(plan.bucket[place]), draw)
+        return load_micro_batch(run.read_batch, plan.rows_of(place), int(plan.bucket[place]), draw)
 
     return ReadAhead(items, load, settings.reader_threads, settings.read_ahead_bytes)
 
