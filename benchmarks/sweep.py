@@ -40,8 +40,8 @@ def make_sweep(config_path: Path, folder: Path, num_epochs: int, name: str) -> S
     """Four drafters of one layer and few anchors over the configuration's cache, in `folder`/`name`."""
     changes = [
         "drafter.num_layers=1", "train.anchors_per_sample=4", "train.token_budget=2048", "train.accumulation=2",
-        "train.max_steps=null", f"train.epochs={num_epochs}", "train.validate_every=1000000", "train.checkpoint_every=1000000",
-        "objective.max_slots=null", "objective.gamma=null",
+        "train.max_steps=null", f"train.epochs={num_epochs}", "train.validate_every=1000000",
+        "train.checkpoint_every=1000000", "objective.max_slots=null", "objective.gamma=null",
     ]  # fmt: skip
     (folder / "base.yaml").write_text(dump_config(load_config(config_path, changes)))
     tree = {"base": "base.yaml", "sweep_dir": str(folder / name), "mode": "together", "grid": GRID}
@@ -57,23 +57,24 @@ def no_sinks(run: SweepRun) -> Iterator[Sequence[Sink]]:
 
 def count_bytes(config_path: Path, folder: Path, num_epochs: int) -> tuple[int, int]:
     """Bytes of states read by the sweep, and by one of its runs alone."""
-    counted = [0]
+    sizes: list[int] = []  # appended to by several threads
     read_batch = CacheReader.read_batch
 
     def counting(self: CacheReader, rows: Any) -> Batch:
         batch = read_batch(self, rows)
-        counted[-1] += int(batch.length.sum()) * batch.hidden_STLH[0, 0].nbytes
+        sizes.append(int(batch.length.sum()) * batch.hidden_STLH[0, 0].nbytes)
         return batch
 
     CacheReader.read_batch = counting  # type: ignore[method-assign]
     try:
         sweep = make_sweep(config_path, folder, num_epochs, "counted")
         run_sweep(sweep, no_sinks)
-        counted.append(0)
+        shared_bytes = sum(sizes)
+        sizes.clear()
         train(sweep.runs[0].config.model_copy(update={"run_dir": str(folder / "one")}), [])
     finally:
         CacheReader.read_batch = read_batch  # type: ignore[method-assign]
-    return counted[0], counted[1]
+    return shared_bytes, sum(sizes)
 
 
 def time_command(*arguments: object) -> float:
