@@ -1,0 +1,47 @@
+"""`dflash sweep` from its file to its table."""
+
+import pyarrow.parquet as pq
+import yaml
+from cli.test_errors import check
+
+
+def test_a_sweep_trains_each_run_and_ends_in_a_ranked_table(dflash, project, tmp_path) -> None:
+    assert dflash("generate", project).code == 0
+    tree = {
+        "base": project.name,
+        "sweep_dir": str(tmp_path / "sweep"),
+        "mode": "together",
+        "grid": {"objective.weights": ["decay", "uniform"]},
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
+    shown = dflash("sweep", tmp_path / "sweep.yaml")
+    assert shown.code == 0, shown.err
+    rows = pq.read_table(tmp_path / "sweep" / "table.parquet").to_pylist()
+    assert {row["objective.weights"] for row in rows} == {"decay", "uniform"}
+    lines = [line.split() for line in shown.out.splitlines() if "complete" in line]
+    assert [(words[0], words[-1]) for words in lines] == [
+        (row["objective.weights"], f"~{row['acceptance_estimate']:.3f}") for row in rows
+    ]
+    again = dflash("sweep", tmp_path / "sweep.yaml")
+    assert again.code == 0
+    assert "validation" in shown.out
+    assert "validation" not in again.out  # all was done already
+    assert pq.read_table(tmp_path / "sweep" / "table.parquet").to_pylist() == rows
+
+
+def test_a_sweep_of_a_cache_that_is_not_there(dflash, project, tmp_path) -> None:
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"base": project.name, "sweep_dir": str(tmp_path / "sweep")}))
+    check(dflash("sweep", tmp_path / "sweep.yaml"), "There is no cache", "dflash generate")
+
+
+def test_a_failed_run_is_named_and_the_exit_code_says_so(dflash, project, tmp_path) -> None:
+    assert dflash("generate", project).code == 0
+    tree = {"base": project.name, "sweep_dir": str(tmp_path / "sweep"), "grid": {"train.learning_rate": [1e-3, 1e30]}}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
+    shown = dflash("sweep", tmp_path / "sweep.yaml")
+    assert shown.code == 2
+    assert "learning_rate=1e+30 failed: " in shown.err
+    assert [row["status"] for row in pq.read_table(tmp_path / "sweep" / "table.parquet").to_pylist()] == [
+        "complete",
+        "failed",
+    ]
