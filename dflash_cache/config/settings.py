@@ -219,7 +219,10 @@ class TrainSettings(Settings):
     final_learning_rate_share: Share = Field(
         0.0, description="cosine and wsd end at this share of learning_rate, constant takes no notice"
     )
-    clip_norm: PositiveFloat = 1.0
+    clip_norm: PositiveFloat = Field(1.0, description="of the step's whole gradient; its norm before is in the log")
+    max_skipped: PositiveInt = Field(
+        10, description="steps in a row with a non-finite loss or gradient (each is skipped) before the run stops"
+    )
     noise: NoiseSettings = NoiseSettings()
     seed: NonNegativeInt = 0
     dtype: ComputeDtype = Field(

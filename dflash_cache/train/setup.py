@@ -48,7 +48,8 @@ VALIDATION_EPOCH = 2**31  # anchors of held-out samples: the same at every valid
 class TrainingRun:
     """One run: what it reads, what it trains, and how far it is (`step` optimizer steps done).
 
-    average: the moving average of the drafter's weights, if `train.ema_decay` is set.
+    average: the moving average of the drafter's weights, if `train.ema_decay` is set; num_skipped: steps so far that
+    were not finite, skipped_in_row: those since the last one that was.
     """
 
     config: Config
@@ -63,6 +64,8 @@ class TrainingRun:
     epoch_steps: list[int]
     identity: dict[str, Any]
     step: int
+    num_skipped: int = 0
+    skipped_in_row: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -94,6 +97,8 @@ class TrainingRun:
             optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
             identity=self.identity,
             shape=self.drafter.shape.to_dict(),
+            num_skipped=self.num_skipped,
+            skipped_in_row=self.skipped_in_row,
         )
 
 
@@ -229,7 +234,7 @@ def identify(run: TrainingRun) -> dict[str, Any]:
     config, ranks = run.config, run.ranks
     free = {
         "accumulation", "log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes",
-        "direct_io",
+        "direct_io", "max_skipped",
     }  # fmt: skip
     train = config.train.model_dump(mode="json")
     shape = run.drafter.shape.to_dict()
@@ -258,6 +263,7 @@ def _resume(run: TrainingRun) -> None:
     for optimizer, state in zip(run.optimizers, checkpoint.optimizers, strict=True):
         optimizer.load_state_dict(state)
     run.step = checkpoint.step
+    run.num_skipped, run.skipped_in_row = checkpoint.num_skipped, checkpoint.skipped_in_row
 
 
 def _check_ranks(run: TrainingRun) -> None:
