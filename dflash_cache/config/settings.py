@@ -53,6 +53,9 @@ class TargetSettings(Settings):
         description="decoder layers to cache the outputs of, counted from 0; null: spread over the depth (z-lab)",
     )
     num_layers: PositiveInt = Field(5, description="how many layers that rule picks")
+    store_last_hidden: bool = Field(
+        False, description="cache the last layer's output as well, for objective.distill; one layer more to store"
+    )
 
     @field_validator("layer_ids")
     @classmethod
@@ -151,6 +154,11 @@ class ObjectiveSettings(Settings):
     max_slots: PositiveInt | None = Field(
         None,
         description="slots after the anchor that are trained at all; null: every one. Those beyond cost nothing",
+    )
+    distill: Share = Field(
+        0.0,
+        description="share of KL from the target's own distribution, the rest is hard labels' cross-entropy; needs a "
+        "cache with target.store_last_hidden",
     )
     cap_lambda: NonNegativeFloat = Field(
         0.0,

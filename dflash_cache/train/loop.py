@@ -19,7 +19,7 @@ import torch
 from dflash_cache.config.settings import Config, ObjectiveSettings
 from dflash_cache.data.plan import EpochPlan
 from dflash_cache.drafter.frozen import FrozenTarget
-from dflash_cache.drafter.loss import BlockLoss, block_loss
+from dflash_cache.drafter.loss import BlockLoss, Extra, SoftLabels, block_loss
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import weigh_slots
 from dflash_cache.errors import RunError
@@ -189,12 +189,19 @@ def inputs(run: TrainingRun, part: StepInput) -> Iterator[MicroBatch]:
     """The step's micro-batches on the device, with the step's noise: the same ones whenever they are asked for."""
     settings = run.config.train
     level = noise_level(run.step, run.num_steps, settings.noise)
-    dtype = run.frozen.head_VH.dtype
     for slot, micro_batch in zip(part.slots, part.micro_batches, strict=True):
-        moved = micro_batch.to(run.device)
-        states_STLH = moved.batch.hidden_STLH.to(dtype)
+        placed = place(run, micro_batch)
+        states_STLH = placed.batch.hidden_STLH
         noisy_STLH = add_noise(states_STLH, level, settings.noise, (settings.seed, run.step, slot))
-        yield replace(moved, batch=replace(moved.batch, hidden_STLH=noisy_STLH))
+        yield replace(placed, batch=replace(placed.batch, hidden_STLH=noisy_STLH))
+
+
+def place(run: TrainingRun, micro_batch: MicroBatch) -> MicroBatch:
+    """On the device, states in the head's dtype: those that the drafter reads, and the last ones for its teacher."""
+    moved = micro_batch.to(run.device)
+    states_STLH = moved.batch.hidden_STLH.to(run.frozen.head_VH.dtype)
+    read_STLH = states_STLH[:, :, : len(run.drafter.shape.target_layer_ids)]
+    return replace(moved, batch=replace(moved.batch, hidden_STLH=read_STLH), last_STH=states_STLH[:, :, -1])
 
 
 @torch.no_grad()
@@ -224,15 +231,18 @@ def draft_loss(
     objective: ObjectiveSettings,
     cap_weight: float = 0.0,
 ) -> BlockLoss:
-    """The summed, weighted loss of a micro-batch's blocks; matrix products in the frozen head's dtype."""
+    """The summed, weighted loss of a placed micro-batch's blocks; matrix products in the frozen head's dtype."""
     dtype = frozen.head_VH.dtype
     blocks = micro_batch.blocks
     with torch.autocast(frozen.head_VH.device.type, dtype, enabled=dtype != torch.float32):
-        context = drafter.read_context(micro_batch.batch.hidden_STLH.to(dtype))
+        context = drafter.read_context(micro_batch.batch.hidden_STLH)
         slots_SABH = frozen.embed_blocks(blocks.tokens_SA, drafter.shape)
         states_SABH = drafter(slots_SABH, context, blocks.anchors_SA)
     weigh = partial(weigh_slots, settings=objective)
-    return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, cap_weight)
+    soft = None
+    if objective.distill > 0 and frozen.teacher is not None and micro_batch.last_STH is not None:
+        soft = SoftLabels(micro_batch.last_STH, frozen.teacher, objective.distill)
+    return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, Extra(cap_weight, soft))
 
 
 def finish_gradients(drafter: Drafter, weight_sum: torch.Tensor, clip_norm: float) -> torch.Tensor:
@@ -254,9 +264,9 @@ def validate(run: TrainingRun) -> Record:
     plan = plan_training_epoch(run.config, run.reader, run.validation_rows, 0)
     sums = StepSums(run.drafter.shape.block_size, run.num_buckets, run.device)
     places = range(run.ranks.rank, plan.num_micro_batches, run.ranks.world_size)
-    whole_blocks = run.config.objective.model_copy(update={"max_slots": None})
+    whole_blocks = run.config.objective.model_copy(update={"max_slots": None, "distill": 0.0})
     for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
-        loss = draft_loss(run.average or run.drafter, run.frozen, micro_batch.to(run.device), whole_blocks)
+        loss = draft_loss(run.average or run.drafter, run.frozen, place(run, micro_batch), whole_blocks)
         sums.add(loss, micro_batch.bucket)
     run.ranks.sum([sums.by_bucket])
     figures: dict[str, Any] = {"kind": "validation", "step": run.step}

@@ -26,6 +26,7 @@ from dflash_cache.drafter.mask_token import choose_mask_token
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.drafter.start import start_drafter
+from dflash_cache.drafter.teacher import load_teacher
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import CacheError, ConfigError, RunError
 from dflash_cache.train.average import start_average
@@ -119,7 +120,7 @@ def open_run(config: Config, ranks: Ranks | None = None) -> Iterator[TrainingRun
         shape = shape_from_target(
             files.load_config(),
             config.drafter,
-            reader.manifest.layer_ids,
+            reader.manifest.drafter_layer_ids,
             choose_mask_token(config.drafter, reader.manifest.vocab_size, reader.manifest.mask_token_candidates),
         )
         drafter = Drafter(shape)
@@ -129,7 +130,7 @@ def open_run(config: Config, ranks: Ranks | None = None) -> Iterator[TrainingRun
         run = TrainingRun(
             config=config,
             reader=reader,
-            frozen=load_frozen(files, shape.embedding_scale, COMPUTE_DTYPES[settings.dtype], device),
+            frozen=read_frozen(files, shape.embedding_scale, config, device),
             drafter=drafter,
             average=None if settings.ema_decay is None else start_average(drafter),
             optimizers=make_optimizers(drafter, config.train),
@@ -160,11 +161,16 @@ def check_cache(reader: CacheReader, files: TargetFiles, config: Config) -> None
             f"{manifest.target_fingerprint}) than {config.target.model} ({fingerprint}): set target.model to that one, "
             "or cache_dir to a cache of this one."
         )
-    wanted = config.target.layer_ids
-    if wanted is not None and wanted != manifest.layer_ids:
+    wanted, found = config.target.layer_ids, manifest.drafter_layer_ids
+    if wanted is not None and wanted != found:
         raise CacheError(
-            f"The cache at {cache_dir} holds layers {list(manifest.layer_ids)}, target.layer_ids is {list(wanted)}: "
+            f"The cache at {cache_dir} holds layers {list(found)}, target.layer_ids is {list(wanted)}: "
             "take the cache's, or generate another cache."
+        )
+    if config.objective.distill > 0 and manifest.layer_ids[-1] != manifest.target_num_layers - 1:
+        raise CacheError(
+            f"objective.distill needs the target's last hidden state, which the cache at {cache_dir} does not hold: "
+            "generate one with target.store_last_hidden, or set objective.distill to 0."
         )
     num_cached = len(reader.index.sample)
     num_rejected = read_rejected(
@@ -175,6 +181,13 @@ def check_cache(reader: CacheReader, files: TargetFiles, config: Config) -> None
             f"The cache at {cache_dir} is unfinished ({num_cached:,} of {manifest.num_samples:,} samples): run "
             "`dflash generate` again, it goes on where it stopped."
         )
+
+
+def read_frozen(files: TargetFiles, embedding_scale: float, config: Config, device: torch.device) -> FrozenTarget:
+    """The target's embedding and head, and its final norm if `objective.distill` asks for it. Raises TargetError."""
+    dtype = COMPUTE_DTYPES[config.train.dtype]
+    frozen = load_frozen(files, embedding_scale, dtype, device)
+    return replace(frozen, teacher=load_teacher(files, dtype, device)) if config.objective.distill > 0 else frozen
 
 
 def split_rows(sample_N: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
