@@ -190,13 +190,13 @@ def inputs(run: TrainingRun, part: StepInput) -> Iterator[MicroBatch]:
     settings = run.config.train
     level = noise_level(run.step, run.num_steps, settings.noise)
     for slot, micro_batch in zip(part.slots, part.micro_batches, strict=True):
-        placed = place(run, micro_batch)
+        placed = place_states(run, micro_batch)
         states_STLH = placed.batch.hidden_STLH
         noisy_STLH = add_noise(states_STLH, level, settings.noise, (settings.seed, run.step, slot))
         yield replace(placed, batch=replace(placed.batch, hidden_STLH=noisy_STLH))
 
 
-def place(run: TrainingRun, micro_batch: MicroBatch) -> MicroBatch:
+def place_states(run: TrainingRun, micro_batch: MicroBatch) -> MicroBatch:
     """On the device, states in the head's dtype: those that the drafter reads, and the last ones for its teacher."""
     moved = micro_batch.to(run.device)
     states_STLH = moved.batch.hidden_STLH.to(run.frozen.head_VH.dtype)
@@ -214,9 +214,10 @@ def weigh_entropy(run: TrainingRun, part: StepInput) -> float:
     cap_lambda = run.config.objective.cap_lambda
     if cap_lambda == 0:
         return 0.0
+    hard_labels = run.config.objective.model_copy(update={"distill": 0.0})  # soft ones do not change the counts
     weight_and_right = torch.zeros(2, dtype=torch.float64, device=run.device)
     for micro_batch in inputs(run, part):
-        loss = draft_loss(run.drafter, run.frozen, micro_batch, run.config.objective)
+        loss = draft_loss(run.drafter, run.frozen, micro_batch, hard_labels)
         weight_and_right += torch.stack([loss.weight_sum, loss.correct_NK.sum()])
     run.ranks.sum([weight_and_right])
     weight_sum, num_right = weight_and_right.tolist()
@@ -266,7 +267,7 @@ def validate(run: TrainingRun) -> Record:
     places = range(run.ranks.rank, plan.num_micro_batches, run.ranks.world_size)
     whole_blocks = run.config.objective.model_copy(update={"max_slots": None, "distill": 0.0})
     for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
-        loss = draft_loss(run.average or run.drafter, run.frozen, place(run, micro_batch), whole_blocks)
+        loss = draft_loss(run.average or run.drafter, run.frozen, place_states(run, micro_batch), whole_blocks)
         sums.add(loss, micro_batch.bucket)
     run.ranks.sum([sums.by_bucket])
     figures: dict[str, Any] = {"kind": "validation", "step": run.step}

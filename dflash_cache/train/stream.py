@@ -25,7 +25,7 @@ Ready = TypeVar("Ready")
 class MicroBatch:
     """One forward's input: padded samples of one bucket and the blocks drafted in them.
 
-    last_STH: the target's last hidden states, once they are taken apart from the others (`loop.place`).
+    last_STH: the target's last hidden states, once they are taken apart from the others (`loop.place_states`).
     """
 
     batch: Batch

@@ -1,5 +1,6 @@
 """Steps whose loss or gradient is not finite: from a sample with bad states, and from a rate that diverges."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from dflash_cache.config.settings import Config
 from dflash_cache.data.plan import EpochPlan
 from dflash_cache.train.loop import name_suspects, steps, take_step
 from dflash_cache.train.setup import open_run, plan_training_epoch, split_rows
+from dflash_cli.train import TrainConsole
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -51,7 +53,7 @@ def samples_beside(plan: EpochPlan, reader: CacheReader, sample: int) -> list[in
     return next(found for each in rows if sample in (found := reader.index.sample[each].tolist()))
 
 
-def test_a_bad_samples_steps_are_skipped_counted_and_name_its_micro_batch_and_the_run_goes_on(poisoned) -> None:
+def test_a_bad_samples_steps_are_skipped_counted_and_name_its_micro_batch_and_the_run_goes_on(poisoned, capsys) -> None:
     change, sample = poisoned
     config = change("run")
     with open_run(config) as run:
@@ -69,6 +71,15 @@ def test_a_bad_samples_steps_are_skipped_counted_and_name_its_micro_batch_and_th
     assert all(math.isfinite(record["loss"]) for record in records if not record["skipped"])
     assert [record["num_skipped"] for record in records] == np.cumsum([r["skipped"] for r in records]).tolist()
     assert all(torch.isfinite(tensor).all() for tensor in final_state(config)[1].values())
+    shown = TrainConsole(log_every=10**6)
+    for line in (Path(config.run_dir) / "log.jsonl").read_text().splitlines():
+        shown(json.loads(line))
+    printed = " ".join(capsys.readouterr().out.split())
+    for count, record in enumerate(skipped, start=1):
+        assert (
+            f"step {record['step']}: loss or gradient is not finite with samples {record['suspects']}; the step is "
+            f"skipped, {count} so far."
+        ) in printed
 
 
 def test_a_skipped_step_moves_no_weight_no_moment_and_no_average(poisoned) -> None:
