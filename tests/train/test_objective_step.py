@@ -12,7 +12,7 @@ from dflash_cache.target.generate import generate
 from dflash_cache.target.load import load_target
 from dflash_cache.target.observer import Observer
 from dflash_cache.target.recheck import recheck
-from dflash_cache.train.loop import steps, take_step, validate
+from dflash_cache.train.loop import inputs, steps, take_step, validate
 from dflash_cache.train.setup import open_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -192,3 +192,13 @@ def test_a_cache_whose_drafters_read_the_last_layer_anyway_distills_from_it(conf
         part = next(iter(steps(run)))
         expected = float(slow_distillation(run, target, part.micro_batches, 0.5).detach())
         assert take_step(run, part)["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_teacher_reads_the_states_without_the_noise(configure, cache_with_last) -> None:
+    noise = {"kind": "gaussian", "strength": 1.0, "warmup_share": 0}
+    with open_run(with_last(configure("run", noise=noise), cache_with_last, distill=0.5)) as run:
+        part = next(iter(steps(run)))
+        for noisy, stored in zip(inputs(run, part), part.micro_batches, strict=True):
+            states_STLH = stored.batch.hidden_STLH
+            assert torch.equal(noisy.last_STH, states_STLH[:, :, -1])
+            assert float((noisy.batch.hidden_STLH - states_STLH[:, :, :-1]).std()) == pytest.approx(1.0, rel=0.05)
