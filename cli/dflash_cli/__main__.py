@@ -4,6 +4,7 @@ import os
 import sys
 
 import typer
+from rich.text import Text
 
 from dflash_cache.errors import DFlashError
 from dflash_cli.console import errors
@@ -31,19 +32,30 @@ def main() -> None:
         generate,
         import_dumps,
         inspect_buckets,
+        sweep,
         train,
         verify,
     )  # fmt: skip
 
-    commands = (convert, estimate, generate, import_dumps, inspect_buckets, verify, train, evaluate, export, demo)
+    commands = (
+        convert,
+        estimate,
+        generate,
+        import_dumps,
+        inspect_buckets,
+        verify,
+        train,
+        sweep,
+        evaluate,
+        export,
+        demo,
+    )
     for command in commands:
         command.register(app)
     try:
         app()
     except DFlashError as error:
-        errors.print(
-            f"[red]Error:[/red] {error}" if errors.is_terminal else f"Error: {error}", markup=errors.is_terminal
-        )
+        errors.print(Text.assemble(("Error:", "red"), f" {error}"))
         sys.exit(2)
     except KeyboardInterrupt:
         errors.print("Stopped; what was committed is kept, and the same command goes on from there.")

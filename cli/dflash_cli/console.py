@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 SECONDS_BETWEEN_LINES = 10.0
 
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+# No markup: paths and data may hold brackets.
+console = Console(highlight=False, markup=False)
+errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 class WorkProgress:

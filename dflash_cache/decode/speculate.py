@@ -8,7 +8,7 @@ Acceptance length: tokens that one target pass yields, the target's own counted;
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,14 +37,14 @@ class Decoded:
 class States:
     """The chosen layers' outputs of the last forward pass, caught by hooks."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
         self._by_layer: dict[int, Tensor] = {}
-        self._target = target
+        self._target, self._layer_ids = target, layer_ids
 
     @contextmanager
     def listening(self) -> Iterator["States"]:
         """Catch states while the block runs."""
-        handles = [self._target.layers[k].register_forward_hook(self._hook(k)) for k in self._target.layer_ids]
+        handles = [self._target.layers[k].register_forward_hook(self._hook(k)) for k in self._layer_ids]
         try:
             yield self
         finally:
@@ -53,7 +53,7 @@ class States:
 
     def take(self) -> Tensor:
         """States (1, T, L, H) of the last pass's positions."""
-        return torch.stack([self._by_layer[k] for k in self._target.layer_ids], dim=2)
+        return torch.stack([self._by_layer[k] for k in self._layer_ids], dim=2)
 
     def _hook(self, layer: int) -> Any:
         def remember(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -125,7 +125,7 @@ def decode_speculatively(
     cache.activate_past_recording()  # type: ignore[no-untyped-call]  # sliding windows and linear attention can take back what was not accepted
     context = DraftContext(drafter)
     accepted: list[int] = []
-    with States(target).listening() as states:
+    with States(target, drafter.shape.target_layer_ids).listening() as states:
         ids = torch.tensor([prompt_ids], device=target.device)
         logits = run(target, ids, cache, 1)
         context.extend(states.take())

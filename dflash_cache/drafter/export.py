@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -46,9 +47,14 @@ def export_zlab(drafter: Drafter, out: Path, dtype: Dtype) -> None:
 
 def read_export(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
     """Shape and tensors of an exported drafter; RunError if names or shapes are not exactly the expected ones."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shape = shape_from_zlab(config)
-    tensors = load_file(folder / "model.safetensors")
+    try:
+        shape = shape_from_zlab(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        tensors = load_file(folder / "model.safetensors")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
+        raise RunError(
+            f"{folder} holds no exported drafter that can be read ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}): export it again, or name another."
+        ) from None
     expected = expected_tensors(shape)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != expected:

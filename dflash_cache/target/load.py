@@ -216,4 +216,14 @@ def _load_model(settings: TargetSettings) -> PreTrainedModel:
             f"The target {settings.model} lacks {len(missing)} of its tensors (the first is {missing[0]}): "
             "fetch the checkpoint again."
         )
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is not None:
+        head.register_forward_pre_hook(_make_contiguous)
     return model
+
+
+def _make_contiguous(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """With `logits_to_keep` the head is given a strided view of all positions, for which `matmul` would copy the whole
+    head once a row of the batch: 6 s and 3.6 GB for 64 rows of SmolLM2-135M on two CPU cores.
+    """
+    return (args[0].contiguous(), *args[1:])

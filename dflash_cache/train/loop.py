@@ -62,24 +62,31 @@ def train(config: Config, sinks: Sequence[Sink], ranks: Ranks | None = None) -> 
     Every record goes to every sink (of each rank its own). What was trained is in the run's folder (`checkpoints/`).
     """
     with open_run(config, ranks) as run, StopRequest() as stop:
-        for part in steps(run):
-            record = take_step(run, part)
-            run.step += 1
-            _show({"kind": "train", "step": run.step, "num_steps": run.num_steps} | record, sinks)
-            if run.skipped_in_row >= config.train.max_skipped:
-                raise _divergence(run, record["suspects"])
-            done = run.step == run.num_steps
-            score = None
-            if len(run.validation_rows) and (run.step % config.train.validate_every == 0 or done):
-                validation = validate(run)
-                _show(validation, sinks)
-                score = validation["acceptance_estimate"]
-            stopped = run.ranks.any(stop.requested)
-            if run.ranks.is_first:
-                _save_if_due(run, score, done or stopped)
-            if stopped:
-                return done
-        return True
+        for _ in advance(run, sinks, stop):
+            pass
+        return run.step == run.num_steps
+
+
+def advance(run: TrainingRun, sinks: Sequence[Sink], stop: StopRequest) -> Iterator[None]:
+    """Take the run's steps, yielding after each one; ends, with a checkpoint, after the last or a stop request."""
+    for part in steps(run):
+        record = take_step(run, part)
+        run.step += 1
+        _show({"kind": "train", "step": run.step, "num_steps": run.num_steps} | record, sinks)
+        if run.skipped_in_row >= run.config.train.max_skipped:
+            raise _divergence(run, record["suspects"])
+        done = run.step == run.num_steps
+        score = None
+        if len(run.validation_rows) and (run.step % run.config.train.validate_every == 0 or done):
+            validation = validate(run)
+            _show(validation, sinks)
+            score = validation["acceptance_estimate"]
+        stopped = run.ranks.any(stop.requested)
+        if run.ranks.is_first:
+            _save_if_due(run, score, done or stopped)
+        yield
+        if stopped:
+            return
 
 
 def steps(run: TrainingRun) -> Iterator[StepInput]:
@@ -122,7 +129,7 @@ def micro_batch_stream(
     items = ((place, int(plan.padded_tokens[place]) * token_bytes) for place in places)
 
     def load(place: int) -> MicroBatch:
-        return load_micro_batch(run.reader, plan.rows_of(place), int(plan.bucket[place]), draw)
+        return load_micro_batch(run.read_batch, plan.rows_of(place), int(plan.bucket[place]), draw)
 
     return ReadAhead(items, load, settings.reader_threads, settings.read_ahead_bytes)
 
@@ -241,7 +248,9 @@ def draft_loss(
         states_SABH = drafter(slots_SABH, context, blocks.anchors_SA)
     weigh = partial(weigh_slots, settings=objective)
     soft = None
-    if objective.distill > 0 and frozen.teacher is not None and micro_batch.last_STH is not None:
+    if objective.distill > 0:
+        assert frozen.teacher is not None
+        assert micro_batch.last_STH is not None
         soft = SoftLabels(micro_batch.last_STH, frozen.teacher, objective.distill)
     return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, Extra(cap_weight, soft))
 

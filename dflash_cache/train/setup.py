@@ -4,8 +4,8 @@ The cache must be whole and of this target, the run's folder new or of this very
 whatever is wrong ends here in one sentence, not in a figure weeks later.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.cache.layout import Manifest
-from dflash_cache.cache.reader import CacheReader
+from dflash_cache.cache.reader import Batch, CacheReader
 from dflash_cache.cache.rejected import read_rejected
 from dflash_cache.config.loading import dump_config
 from dflash_cache.config.settings import Config, TrainSettings
@@ -55,6 +55,7 @@ class TrainingRun:
 
     config: Config
     reader: CacheReader
+    read_batch: Callable[[np.ndarray], Batch]
     frozen: FrozenTarget
     drafter: Drafter
     average: Drafter | None
@@ -104,17 +105,19 @@ class TrainingRun:
 
 
 @contextmanager
-def open_run(config: Config, ranks: Ranks | None = None) -> Iterator[TrainingRun]:
+def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | None = None) -> Iterator[TrainingRun]:
     """A new run, or the one in `run_dir` where its last checkpoint left it; without `ranks` in this process alone.
+
+    `reader`, if given, is one of this cache that stays open.
 
     Raises CacheError, ConfigError, TargetError or RunError before anything is written.
     """
     settings = config.train
     ranks = ranks or Ranks(resolve_device(settings.device))
     device = ranks.device
-    with CacheReader(
-        config.cache_dir, settings.verify_checksums, direct_io=settings.direct_io, remote=config.remote
-    ) as reader:
+    with ExitStack() as stack:
+        if reader is None:
+            reader = stack.enter_context(open_reader(config))
         files = TargetFiles(config.target)
         check_cache(reader, files, config)
         shape = shape_from_target(
@@ -130,6 +133,7 @@ def open_run(config: Config, ranks: Ranks | None = None) -> Iterator[TrainingRun
         run = TrainingRun(
             config=config,
             reader=reader,
+            read_batch=reader.read_batch,
             frozen=read_frozen(files, shape.embedding_scale, config, device),
             drafter=drafter,
             average=None if settings.ema_decay is None else start_average(drafter),
@@ -148,6 +152,12 @@ def open_run(config: Config, ranks: Ranks | None = None) -> Iterator[TrainingRun
         if ranks.is_first:
             write_atomically(Path(config.run_dir) / "config.yaml", dump_config(config).encode())
         yield run
+
+
+def open_reader(config: Config) -> CacheReader:
+    """The run's cache. Raises CacheError."""
+    settings = config.train
+    return CacheReader(config.cache_dir, settings.verify_checksums, direct_io=settings.direct_io, remote=config.remote)
 
 
 def check_cache(reader: CacheReader, files: TargetFiles, config: Config) -> None:
@@ -247,7 +257,7 @@ def identify(run: TrainingRun) -> dict[str, Any]:
     config, ranks = run.config, run.ranks
     free = {
         "accumulation", "log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes",
-        "direct_io", "max_skipped",
+        "direct_io", "device", "max_skipped",
     }  # fmt: skip
     train = config.train.model_dump(mode="json")
     shape = run.drafter.shape.to_dict()
@@ -256,6 +266,7 @@ def identify(run: TrainingRun) -> dict[str, Any]:
     return {
         "cache": run.reader.fingerprint,
         "init": config.drafter.init,
+        "device": ranks.device.type,
         ORDER: order_fingerprint(plan, order),
         "train.accumulation × ranks": config.train.accumulation * ranks.world_size,
         **{f"drafter.{key}": list(value) if isinstance(value, tuple) else value for key, value in shape.items()},

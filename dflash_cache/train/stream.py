@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from dflash_cache.cache.reader import Batch, CacheReader
+from dflash_cache.cache.reader import Batch
 from dflash_cache.drafter.anchors import Blocks, draw_anchors, make_blocks
 
 Item = TypeVar("Item")
@@ -49,9 +49,11 @@ class BlockDraw:
     epoch: int
 
 
-def load_micro_batch(reader: CacheReader, rows: np.ndarray, bucket: int, draw: BlockDraw) -> MicroBatch:
+def load_micro_batch(
+    read_batch: Callable[[np.ndarray], Batch], rows: np.ndarray, bucket: int, draw: BlockDraw
+) -> MicroBatch:
     """Read the samples at `rows` of the index and draw their blocks."""
-    batch = reader.read_batch(rows)
+    batch = read_batch(rows)
     mask_ST = batch.loss_mask.numpy()
     anchors = [
         draw_anchors(mask_ST[s, :length], draw.count, (draw.seed, draw.epoch, sample))

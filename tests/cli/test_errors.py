@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 
 def check(outcome, *parts: str) -> None:
@@ -140,6 +141,21 @@ def test_a_damaged_cache_names_shard_and_sample(dflash, project) -> None:
 
 def test_nothing_to_evaluate(dflash, project) -> None:
     check(dflash("eval", project), "run `dflash train` first")
+
+
+def test_an_exported_drafter_that_is_broken(dflash, project, tmp_path) -> None:
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text('{"dflash_config": ')
+    shown = dflash("export", project, tmp_path / "out", "--checkpoint", tmp_path / "drafter")
+    check(shown, "holds no exported drafter that can be read (JSONDecodeError", "export it again")
+
+
+def test_brackets_in_a_message_are_shown_as_they_are_on_a_terminal_too(dflash, tmp_path, monkeypatch) -> None:
+    terminal = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=True)
+    monkeypatch.setattr("dflash_cli.__main__.errors", terminal)
+    shown = dflash("train", tmp_path / "[bold]a[/x].yaml")
+    assert shown.code == 2
+    assert "[bold]a[/x].yaml" in shown.err
 
 
 def test_a_device_that_is_not_there(dflash, project) -> None:

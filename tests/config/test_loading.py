@@ -264,3 +264,16 @@ def test_the_sentence_on_bucket_bounds_says_where_they_must_end(file: Path) -> N
     told = refusal(file, "data.bucket_bounds=[100, 200]")
     assert "bucket_bounds must end with max_length (2048)" in told
     assert "bucket_bounds must be ascending, without repeats" in refusal(file, "data.bucket_bounds=[3, 2]")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_configuration_that_ships_is_valid_and_names_its_target_and_folders(path: Path) -> None:
+    config = load_config(path)
+    given = yaml.safe_load(path.read_text())
+    assert (config.target.model, config.cache_dir, config.run_dir) == (
+        given["target"]["model"],
+        given["cache_dir"],
+        given["run_dir"],
+    )

@@ -1,5 +1,7 @@
 """Speculative decoding gives the target's own answer, whatever the drafter says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from dflash_cache.decode.evaluate import Limits, answer_plainly, compare, evalua
 from dflash_cache.decode.speculate import Decoded, count_agreeing, decode_plainly, decode_speculatively
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
+from dflash_cache.errors import RunError
 from dflash_cache.target.load import Target
 
 PROMPTS = [[5, 9, 11], [7, 7, 8, 30, 41, 2, 9, 10], [99]]
@@ -85,6 +88,32 @@ def test_an_evaluation_counts_passes_and_compares_outputs(llama: Target) -> None
     assert (result.lossless, result.same, result.num_tokens) == (True, 3, 36)
     assert sum(length * count for length, count in result.histogram.items()) == 33
     assert 1.0 <= result.acceptance_length <= 5.0
+
+
+def test_the_drafters_own_layers_are_captured_whatever_the_targets_settings_say(
+    llama: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states that the drafter is given are those of an unbatched forward, index k + 1 behind layer k."""
+    layer_ids = tuple(k + 1 for k in llama.layer_ids[:2])
+    drafter = make_drafter(replace(llama, layer_ids=layer_ids))
+    assert layer_ids != llama.layer_ids
+    given, read = [], drafter.read_context
+    monkeypatch.setattr(drafter, "read_context", lambda states, offset: (given.append(states), read(states, offset))[1])
+    found = decode_speculatively(llama, drafter, PROMPTS[1], 6, frozenset())
+    ids = torch.tensor([PROMPTS[1] + found.tokens[:-1]])
+    with torch.no_grad():
+        every = llama.model(ids, output_hidden_states=True).hidden_states
+    expected = torch.stack([every[k + 1] for k in layer_ids], dim=2)
+    torch.testing.assert_close(torch.cat(given, dim=1)[:, : expected.shape[1]], expected, rtol=0, atol=1e-5)
+
+
+def test_the_drafter_of_another_target_is_refused(llama: Target) -> None:
+    drafter = make_drafter(llama)
+    drafter.shape = replace(drafter.shape, hidden_size=48, target_num_layers=9)
+    with pytest.raises(
+        RunError, match=r"another target \(hidden size 48, not 32; layers 9, not \d+\): set target.model"
+    ):
+        evaluate(llama, drafter, [], [], Limits(1, frozenset()), lambda _: None)
 
 
 def test_a_difference_is_a_tie_only_within_rounding() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
@@ -193,6 +194,27 @@ def test_no_list_or_several_lists_of_layers_are_refused(llama_folder: Path) -> N
         "The target's model (LlamaForCausalLM) has no list of 7 layers where its decoder layers should be: "
         "this family is not supported yet."
     )
+
+
+class LargestOperand(TorchDispatchMode):
+    """Remembers how many elements the largest argument of any operation had, repeated ones counted."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        sizes = [argument.numel() for argument in args if isinstance(argument, torch.Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_last_positions_logits_of_a_batch_cost_no_copy_of_the_head_a_row(llama_folder: Path) -> None:
+    target = load_target(settings(llama_folder, num_layers=3))
+    ids = torch.arange(16 * 6).reshape(16, 6) % 128
+    with torch.no_grad(), LargestOperand() as largest:
+        last = target.model(ids, logits_to_keep=1).logits
+    every = target.model(ids).logits
+    torch.testing.assert_close(last, every[:, -1:], rtol=0, atol=1e-5)
+    assert 128 * 32 <= largest.num_elements < 16 * 128 * 32  # the head once, and not once a row
 
 
 def test_a_target_with_a_device_map_gives_the_same_states(llama_folder: Path) -> None:

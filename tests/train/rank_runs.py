@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,14 @@ def run_ranks(configs: list[Config], fate: Fate = Fate()) -> list[tuple[int, str
         process.join(120)
     texts = [path.read_text() if path.exists() else "" for path in errors]
     return [(process.exitcode, text) for process, text in zip(processes, texts, strict=True)]
+
+
+def forked(call: Callable[..., None], *arguments: object) -> int:
+    """The exit code of a process of its own that makes this call."""
+    process = _server.Process(target=call, args=arguments)
+    process.start()
+    process.join(120)
+    return process.exitcode
 
 
 def final_state(config: Config) -> tuple[int, dict[str, torch.Tensor]]:

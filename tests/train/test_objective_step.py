@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import yaml
 from train.rank_runs import COMPLETE, KILLED, Fate, final_state, read_log, run_ranks
+from train.test_sweep import assert_same_runs, log_only, train_alone
 
 from dflash_cache.cache.reader import CacheReader
-from dflash_cache.config.loading import validate_config
+from dflash_cache.config.loading import dump_config, validate_config
+from dflash_cache.config.sweep import load_sweep
 from dflash_cache.drafter.objective import decay_gamma
 from dflash_cache.errors import CacheError
 from dflash_cache.target.generate import generate
@@ -14,6 +17,7 @@ from dflash_cache.target.observer import Observer
 from dflash_cache.target.recheck import recheck
 from dflash_cache.train.loop import inputs, steps, take_step, validate
 from dflash_cache.train.setup import open_run
+from dflash_cache.train.sweep import run_sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -202,3 +206,17 @@ def test_the_teacher_reads_the_states_without_the_noise(configure, cache_with_la
             states_STLH = stored.batch.hidden_STLH
             assert torch.equal(noisy.last_STH, states_STLH[:, :, -1])
             assert float((noisy.batch.hidden_STLH - states_STLH[:, :, :-1]).std()) == pytest.approx(1.0, rel=0.05)
+
+
+def test_drafters_that_share_their_reads_each_have_their_own_objective_and_noise(
+    configure, cache_with_last, tmp_path
+) -> None:
+    (tmp_path / "base.yaml").write_text(dump_config(with_last(configure("base"), cache_with_last)))
+    grid = {"objective.distill": [0.0, 0.5], "train.noise.kind": ["off", "uniform"]}
+    tree = {"base": "base.yaml", "sweep_dir": str(tmp_path / "sweep"), "grid": grid, "mode": "together"}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    sweep = load_sweep(tmp_path / "sweep.yaml")
+    run_sweep(sweep, log_only)
+    assert_same_runs(sweep, train_alone(sweep, tmp_path))
+    curves = {tuple(record["loss"] for record in read_log(run.config)) for run in sweep.runs}
+    assert len(curves) == len(sweep.runs) == 4

@@ -1,0 +1,196 @@
+"""Many drafters over one cache: each ends with the bits that it has alone, however the sweep was run or killed."""
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from train.rank_runs import COMPLETE, KILLED, final_state, forked, read_log
+
+from dflash_cache.cache.reader import CacheReader
+from dflash_cache.config.loading import dump_config
+from dflash_cache.config.settings import Config
+from dflash_cache.config.sweep import Sweep, SweepRun, load_sweep
+from dflash_cache.errors import CacheError, ConfigError
+from dflash_cache.train import loop
+from dflash_cache.train.loop import train
+from dflash_cache.train.metrics import JsonLines, Record
+from dflash_cache.train.sweep import group_runs, run_sweep
+from dflash_cache.train.sweep_devices import Outcome
+from dflash_cache.train.sweep_table import tabulate, write_sweep_table
+
+GRID = {"train.learning_rate": [1e-3, 3e-3], "objective.weights": ["decay", "dpace"]}
+
+
+@pytest.fixture
+def make_sweep(configure, tmp_path: Path) -> Callable[..., Sweep]:
+    """A sweep over the small cache, in a new folder `name`."""
+
+    def make(name: str, **settings: object) -> Sweep:
+        (tmp_path / "base.yaml").write_text(dump_config(configure("base")))
+        tree = {"base": "base.yaml", "sweep_dir": str(tmp_path / name), "grid": GRID, **settings}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        return load_sweep(tmp_path / f"{name}.yaml")
+
+    return make
+
+
+@contextmanager
+def log_only(run: SweepRun) -> Iterator[list[JsonLines]]:
+    with JsonLines(Path(run.config.run_dir) / "log.jsonl") as log:
+        yield [log]
+
+
+def kill_at(count: int, sweep: Sweep) -> None:
+    """The sweep in this process, which kills itself at the count-th record of all."""
+    torch.set_num_threads(1)
+    left = count
+
+    def maybe(record: Record) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @contextmanager
+    def sinks(run: SweepRun) -> Iterator[list[Callable[[Record], None]]]:
+        with log_only(run) as logs:
+            yield [*logs, maybe]
+
+    run_sweep(sweep, sinks)
+
+
+def train_alone(sweep: Sweep, tmp_path: Path) -> dict[str, Config]:
+    """Each run of the sweep as `dflash train` trains it."""
+    alone = {}
+    for run in sweep.runs:
+        config = run.config.model_copy(update={"run_dir": str(tmp_path / "alone" / run.name)})
+        with JsonLines(Path(config.run_dir) / "log.jsonl") as log:
+            assert train(config, [log])
+        alone[run.name] = config
+    return alone
+
+
+def assert_same_runs(sweep: Sweep, alone: dict[str, Config]) -> None:
+    for run in sweep.runs:
+        (step, tensors), (expected_step, expected) = final_state(run.config), final_state(alone[run.name])
+        assert step == expected_step
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+        assert read_log(run.config) == read_log(alone[run.name])
+
+
+def test_together_each_batch_is_read_once_and_every_run_has_the_bits_that_it_has_alone(
+    make_sweep, tmp_path, monkeypatch
+) -> None:
+    reads: list[bytes] = []
+    read_batch = CacheReader.read_batch
+    monkeypatch.setattr(
+        CacheReader, "read_batch", lambda self, rows: (reads.append(rows.tobytes()), read_batch(self, rows))[1]
+    )
+    sweep = make_sweep("together", mode="together")
+    assert [run.name for run in sweep.runs] == [
+        "learning_rate=0.001,weights=decay",
+        "learning_rate=0.001,weights=dpace",
+        "learning_rate=0.003,weights=decay",
+        "learning_rate=0.003,weights=dpace",
+    ]
+    assert set(run_sweep(sweep, log_only).values()) == {Outcome("complete")}
+    together, reads = sorted(reads), []
+    assert train(sweep.runs[0].config.model_copy(update={"run_dir": str(tmp_path / "one")}), [])
+    assert together == sorted(reads)
+    assert_same_runs(sweep, train_alone(sweep, tmp_path))
+    weights = [final_state(run.config)[1]["fc.weight"] for run in sweep.runs]
+    assert not any(torch.equal(weights[0], other) for other in weights[1:])
+
+
+@pytest.mark.parametrize("mode", ["turns", "together"])
+def test_a_sweep_killed_at_random_records_goes_on_and_ends_with_the_same_bits(make_sweep, tmp_path, mode) -> None:
+    sweep = make_sweep("killed", mode=mode)
+    dice, kills = random.Random(4), 0
+    while (code := forked(kill_at, dice.randrange(1, 14), sweep)) == KILLED:
+        kills += 1
+    assert code == COMPLETE
+    assert kills >= 4
+    assert_same_runs(sweep, train_alone(sweep, tmp_path))
+
+
+def test_one_run_a_device_ends_like_the_others(make_sweep, tmp_path) -> None:
+    sweep = make_sweep("devices", mode="devices", devices="cpu:2")
+    assert set(run_sweep(sweep, log_only).values()) == {Outcome("complete")}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // 2))
+    try:
+        assert_same_runs(sweep, train_alone(sweep, tmp_path))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_run_that_fails_leaves_the_others_alone(make_sweep, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(loop, "MAX_SKIPPED", 2)
+    sweep = make_sweep("failing", mode="together", grid={"train.learning_rate": [1e-3, 1e30]})
+    outcomes = run_sweep(sweep, log_only)
+    assert [outcome.status for outcome in outcomes.values()] == ["complete", "failed"]
+    assert "lower train.learning_rate" in outcomes["learning_rate=1e+30"].error
+    fine = {
+        sweep.runs[0].name: train_alone(sweep.__class__(sweep.settings, sweep.runs[:1]), tmp_path)[sweep.runs[0].name]
+    }
+    assert_same_runs(Sweep(sweep.settings, sweep.runs[:1]), fine)
+
+
+def test_the_table_ranks_by_the_best_validation(make_sweep, tmp_path) -> None:
+    sweep = make_sweep("table", mode="together")
+    outcomes = run_sweep(sweep, log_only)
+    rows = tabulate(sweep, outcomes)
+    for row in rows:
+        log = read_log(next(run.config for run in sweep.runs if run.name == row["name"]))
+        best = max(record["acceptance_estimate"] for record in log if record["kind"] == "validation")
+        assert row["acceptance_estimate"] == best
+    assert [row["acceptance_estimate"] for row in rows] == sorted(
+        (row["acceptance_estimate"] for row in rows), reverse=True
+    )
+    found = pq.read_table(write_sweep_table(sweep, rows)).to_pylist()
+    assert [(row["name"], row["train.learning_rate"]) for row in found] == [
+        (row["name"], str(row["train.learning_rate"])) for row in rows
+    ]
+
+
+def test_runs_of_other_seeds_read_another_order_and_share_nothing(make_sweep) -> None:
+    grid = {"train.seed": [0, 1], "drafter.num_layers": [1, 2]}
+    groups = [[run.name for run in group] for group in group_runs(make_sweep("seeds", grid=grid).runs)]
+    assert groups == [
+        ["seed=0,num_layers=1", "seed=0,num_layers=2"],
+        ["seed=1,num_layers=1", "seed=1,num_layers=2"],
+    ]
+
+
+def test_a_damaged_cache_stops_the_sweep_with_its_sentence(make_sweep, tmp_path, monkeypatch) -> None:
+    def damaged(self: CacheReader, rows: np.ndarray) -> None:
+        raise CacheError("Sample 3 cannot be read")
+
+    monkeypatch.setattr(CacheReader, "read_batch", damaged)
+    with pytest.raises(CacheError, match="Sample 3"):
+        run_sweep(make_sweep("damaged", mode="together"), log_only)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"grid": {"target.model": ["a"]}}, r"changes target\.model: its runs share one cache, so only drafter, objec"),
+        ({"grid": {"train.epoch": [1]}}, r"there is no setting train\.epoch; did you mean train\.epochs\?"),
+        ({"runs": [{"train.seed": 1}, {"train.seed": 1}]}, r"holds the run seed=1,\S+ twice: leave one out\."),
+        ({"gird": {}}, r"there is no setting gird; did you mean grid\?"),
+        ({"base": "none.yaml"}, r"There is no configuration file \S+none\.yaml"),
+        ({"grid": {"train.learning_rate": [-1]}}, r"train\.learning_rate: input should be greater than 0"),
+    ],
+)
+def test_a_wrong_sweep_is_refused(make_sweep, settings, sentence) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_sweep("wrong", **settings)
