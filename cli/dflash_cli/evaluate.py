@@ -56,7 +56,8 @@ class Bench:
 
         settings = config.eval
         self._quiet = quiet
-        self.target = load_target(config.target.model_copy(update={"dtype": settings.dtype, "device": settings.device}))
+        own = {"dtype": settings.dtype, "device": settings.device, "store_last_hidden": False}  # no drafter reads it
+        self.target = load_target(config.target.model_copy(update=own))
         self.prompts = load_prompts(self.target.tokenizer, settings)
         self.limits = Limits(settings.max_new_tokens, stop_tokens(self.target))
         with self._progress("The target alone", len(self.prompts)) as tell:

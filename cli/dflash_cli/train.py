@@ -82,7 +82,10 @@ class TrainConsole:
         self.seconds += record["seconds"] + record["wait"]
         self._waited += record["wait"]
         if record["skipped"]:
-            console.print(f"step {step}: the gradient is not finite; the step is skipped.")
+            console.print(
+                f"step {step}: loss or gradient is not finite with samples {record['suspects']}; the step is skipped, "
+                f"{record['num_skipped']} so far."
+            )
         if step % self._log_every and step != num_steps:
             return
         left = (num_steps - step) * self.seconds / (step - self._first_step)

@@ -25,6 +25,8 @@ LAYER_CONVENTION = "output of decoder layer k, counted from 0, before any final 
 
 _INFORMATION = {"tool_version", "settings"}  # kept to be read by people; they do not decide what the bits are
 
+_OPTIONAL = ("last_hidden", "parts")  # absent where they say nothing: older caches and versions do not know them
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -53,8 +55,14 @@ class Manifest:
     num_samples: NonNegativeInt
     order_seed: NonNegativeInt
     mask_token_candidates: tuple[NonNegativeInt, ...] = ()  # ids that no sample holds, the best first
+    last_hidden: bool = False  # the last of layer_ids is there for distillation alone, no drafter reads it
     parts: tuple[str, ...] = ()  # data fingerprints of what was appended one after the other; absent: never appended
     settings: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, for information
+
+    @property
+    def drafter_layer_ids(self) -> tuple[int, ...]:
+        """The layers that drafters read, the first of those that are stored."""
+        return self.layer_ids[:-1] if self.last_hidden else self.layer_ids
 
 
 def read_manifest(cache_dir: Path) -> Manifest:
@@ -76,7 +84,7 @@ def read_manifest(cache_dir: Path) -> Manifest:
         raise _damaged(path, "does not hold a JSON object")
     has_seal = tree.pop("seal", None) is not None  # there were caches before there were seals
     _refuse_other_format(cache_dir, tree)
-    missing = [entry.name for entry in fields(Manifest) if entry.name not in tree and entry.name != "parts"]
+    missing = [entry.name for entry in fields(Manifest) if entry.name not in {*tree, *_OPTIONAL}]
     if missing:
         raise _damaged(path, f"lacks {', '.join(missing)}")
     try:
@@ -92,8 +100,9 @@ def read_manifest(cache_dir: Path) -> Manifest:
 def write_manifest(cache_dir: Path, manifest: Manifest) -> None:
     """Write the manifest atomically, making the folder if need be."""
     tree = asdict(manifest)
-    if not manifest.parts:
-        del tree["parts"]
+    for name in _OPTIONAL:
+        if not tree[name]:
+            del tree[name]
     text = json.dumps({**tree, "seal": BLANK_SEAL}, indent=2, ensure_ascii=False)
     write_atomically(manifest_path(cache_dir), seal_bytes(f"{text}\n".encode()))
 

@@ -53,6 +53,9 @@ class TargetSettings(Settings):
         description="decoder layers to cache the outputs of, counted from 0; null: spread over the depth (z-lab)",
     )
     num_layers: PositiveInt = Field(5, description="how many layers that rule picks")
+    store_last_hidden: bool = Field(
+        False, description="cache the last layer's output as well, for objective.distill; one layer more to store"
+    )
 
     @field_validator("layer_ids")
     @classmethod
@@ -152,6 +155,11 @@ class ObjectiveSettings(Settings):
         None,
         description="slots after the anchor that are trained at all; null: every one. Those beyond cost nothing",
     )
+    distill: Share = Field(
+        0.0,
+        description="share of KL from the target's own distribution, the rest is hard labels' cross-entropy; needs a "
+        "cache with target.store_last_hidden",
+    )
     cap_lambda: NonNegativeFloat = Field(
         0.0,
         description="weight of the mean entropy of the slots that are right already (CAP, LLaDA 2.0, section 5.2); "
@@ -219,7 +227,10 @@ class TrainSettings(Settings):
     final_learning_rate_share: Share = Field(
         0.0, description="cosine and wsd end at this share of learning_rate, constant takes no notice"
     )
-    clip_norm: PositiveFloat = 1.0
+    clip_norm: PositiveFloat = Field(1.0, description="of the step's whole gradient; its norm before is in the log")
+    max_skipped: PositiveInt = Field(
+        10, description="steps in a row with a non-finite loss or gradient (each is skipped) before the run stops"
+    )
     noise: NoiseSettings = NoiseSettings()
     seed: NonNegativeInt = 0
     dtype: ComputeDtype = Field(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_cache.drafter.shape import DrafterShape
+from dflash_cache.drafter.teacher import Teacher
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import TargetError
 
@@ -28,11 +29,15 @@ HEAD_BIASES = ("lm_head.bias", "language_model.lm_head.bias", "embed_out.bias")
 
 @dataclass(frozen=True)
 class FrozenTarget:
-    """embedding_VH and head_VH in one dtype on one device; equal tensors if the target ties them."""
+    """embedding_VH and head_VH in one dtype on one device; equal tensors if the target ties them.
+
+    teacher: reads the target's own distribution, None where nothing is distilled.
+    """
 
     embedding_VH: Tensor
     head_VH: Tensor
     embedding_scale: float
+    teacher: Teacher | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings (…, H) of ids (…), scaled as the target scales them."""

@@ -5,6 +5,10 @@ as the chunk's logits are: softmax minus one-hot, times weight, times head. It i
 kept (positions × hidden); the (chunk × vocabulary) logits are gone before the next chunk. Positions without
 supervision are never computed. Statistics come out of the same pass.
 
+Distillation: a share of the loss may be KL(target ‖ drafter) in the place of the cross-entropy of the label, weighted
+by the same slot weights. The target's distribution for the token at position p comes from its state at p − 1, and lives
+as long as the chunk: ∂KL/∂z_v = p_v − q_v.
+
 Confidence (CAP, LLaDA 2.0, arXiv 2512.15745, section 5.2): the entropy H of the slots that are right already, those
 whose argmax is the label, may be added, which sharpens what the drafter knows. ∂H/∂z_v = −p_v · (log p_v + H).
 
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dflash_cache.drafter.anchors import Blocks
+from dflash_cache.drafter.teacher import Teacher
 
 CHUNK_LOGITS = 6_000_000  # logits of one chunk: 24 MB in float32, so that its passes stay in a CPU's caches
 
@@ -31,19 +36,37 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class SoftLabels:
+    """The target's own distributions: `last_STH` are its last layer's outputs; `share`: how much of the loss is KL."""
+
+    last_STH: Tensor
+    teacher: Teacher
+    share: float
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What the loss may have beside hard labels' cross-entropy; `cap_weight`: what a right slot's entropy weighs."""
+
+    cap_weight: float = 0.0
+    soft: SoftLabels | None = None
+
+
+@dataclass(frozen=True)
 class _Terms:
-    """What the loss is made of: `weigh` gives a cross-entropy's weight, `cap_weight` is a right slot's entropy's."""
+    """`before_NK`: of each slot the place of the token before its label, in S · T."""
 
     weigh: Weigh
-    cap_weight: float
+    extra: Extra
+    before_NK: Tensor
 
 
 @dataclass(frozen=True)
 class BlockLoss:
     """The summed loss of N blocks, and what each slot did; all but `loss_sum` are detached.
 
-    loss_sum: Σ weight · cross-entropy (nats) + cap_weight · Σ entropy (nats) of the right slots, a scalar with a
-    gradient; weight_sum: Σ weight.
+    loss_sum: Σ weight · ((1 − share) · cross-entropy + share · KL) + cap_weight · Σ entropy of the right slots, in
+    nats, a scalar with a gradient; weight_sum: Σ weight.
     ce_NK: cross-entropies, correct_NK: argmax is the label, mask_NK: supervised; zeros where not supervised.
     """
 
@@ -60,13 +83,13 @@ def block_loss(
     head_VH: Tensor,
     weigh: Weigh,
     max_slots: int | None = None,
-    cap_weight: float = 0.0,
+    extra: Extra = Extra(),
 ) -> BlockLoss:
     """Weighted cross-entropy of the labels under the head's distribution, slots 1…B−1.
 
     `states_SABH` are the drafter's normalised slots; `weigh` maps (ce_NK, mask_NK) to weights (see `objective`).
-    Slots after the first `max_slots` count as unsupervised, and are not computed. `cap_weight` is what the entropy
-    of one right slot weighs; it costs two more passes over the right slots' logits.
+    Slots after the first `max_slots` count as unsupervised, and are not computed. Soft labels cost a second product
+    with the head, a right slot's entropy two more passes over its logits.
     The product with the head is computed in the head's dtype, softmax and sums in float32.
     """
     mask_NK = blocks.mask_SAK.flatten(0, 1)
@@ -76,10 +99,19 @@ def block_loss(
     labels_NK = blocks.labels_SAK.flatten(0, 1)[kept_N]
     if max_slots is not None:
         mask_NK[:, max_slots:] = False  # a copy already: kept_N selected it
+    before_NK = _places_before(blocks, extra.soft.last_STH.shape[1] if extra.soft else 0)[kept_N]
     loss_sum, weight_sum, ce_NK, correct_NK = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
-        states_NKH, labels_NK, mask_NK, head_VH, _Terms(weigh, cap_weight)
+        states_NKH, labels_NK, mask_NK, head_VH, _Terms(weigh, extra, before_NK)
     )
     return BlockLoss(loss_sum, weight_sum, ce_NK, correct_NK, mask_NK)
+
+
+def _places_before(blocks: Blocks, num_tokens: int) -> Tensor:
+    """(S · A, K): where in (S, T), flattened, the token before each slot's label lies; anywhere if unsupervised."""
+    S, _, K = blocks.labels_SAK.shape
+    device = blocks.labels_SAK.device
+    inside_SAK = (blocks.anchors_SA[..., None] + torch.arange(K, device=device)).clamp(max=max(0, num_tokens - 1))
+    return (inside_SAK + num_tokens * torch.arange(S, device=device)[:, None, None]).flatten(0, 1)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -95,8 +127,9 @@ class _FrozenHeadLoss(torch.autograd.Function):
         correct_NK = torch.zeros(N, K, dtype=torch.bool, device=device)
         loss_sum = torch.zeros((), device=device)
         weight_sum = torch.zeros((), device=device)
+        cap_weight, soft = terms.extra.cap_weight, terms.extra.soft
         blocks_per_chunk = max(1, CHUNK_LOGITS // (head_VH.shape[0] * K))
-        buffers = _chunk_buffers(blocks_per_chunk * K, head_VH.shape[0], head_VH.dtype, device)
+        buffers = _chunk_buffers(blocks_per_chunk * K, head_VH.shape[0], head_VH.dtype, device, "drafter")
         for begin in range(0, N, blocks_per_chunk):
             part = slice(begin, begin + blocks_per_chunk)
             mask = mask_NK[part]
@@ -108,25 +141,34 @@ class _FrozenHeadLoss(torch.autograd.Function):
             highest_R = logits_RV.amax(dim=1)
             label_logit_R = logits_RV.gather(1, labels_R[:, None])[:, 0]
             correct_R = _labels_chosen(logits_RV, labels_R, label_logit_R == highest_R)
+            if soft is not None:
+                q_RV, entropy_R = _read_soft_labels(soft, terms.before_NK[part][mask], head_VH, blocks_per_chunk * K)
+                cross_R = torch.linalg.vecdot(q_RV, logits_RV)
             exponentials_RV = logits_RV.sub_(highest_R[:, None]).clamp_(min=LOWEST_LOGIT).exp_()
             total_R = exponentials_RV.sum(dim=1)
-            ce_R = total_R.log() + highest_R - label_logit_R
+            log_total_R = total_R.log() + highest_R
+            loss_R = ce_R = log_total_R - label_logit_R
+            if soft is not None:
+                loss_R = torch.lerp(ce_R, log_total_R - cross_R - entropy_R, soft.share)
 
             ce_NK[part][mask] = ce_R
             correct_NK[part][mask] = correct_R
             weights_NK = terms.weigh(ce_NK[part], mask)
             weights_R = weights_NK[mask]
-            loss_sum += torch.dot(weights_R, ce_R)
+            loss_sum += torch.dot(weights_R, loss_R)
             weight_sum += weights_R.sum()
-            right_C = correct_R.nonzero()[:, 0] if terms.cap_weight else None
+            right_C = correct_R.nonzero()[:, 0] if cap_weight else None
             if right_C is not None:
                 entropy_C, slope_CV = _entropy_of(exponentials_RV[right_C], total_R[right_C])
-                loss_sum += terms.cap_weight * entropy_C.sum()
+                loss_sum += cap_weight * entropy_C.sum()
             if gradient_NKH is not None:
                 gradient_RV = exponentials_RV.mul_((weights_R / total_R)[:, None])
-                gradient_RV.scatter_add_(1, labels_R[:, None], -weights_R[:, None])
+                hard_R = weights_R if soft is None else (1 - soft.share) * weights_R
+                gradient_RV.scatter_add_(1, labels_R[:, None], -hard_R[:, None])
+                if soft is not None:
+                    gradient_RV.addcmul_(q_RV, weights_R[:, None], value=-soft.share)
                 if right_C is not None:
-                    gradient_RV.index_add_(0, right_C, slope_CV, alpha=terms.cap_weight)
+                    gradient_RV.index_add_(0, right_C, slope_CV, alpha=cap_weight)
                 low_RV.copy_(gradient_RV)
                 gradient_NKH[part][mask] = (low_RV @ head_VH).to(gradient_NKH.dtype)
         if gradient_NKH is not None:
@@ -140,9 +182,23 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return gradient_NKH * gradients[0].to(gradient_NKH.dtype), None, None, None, None
 
 
-@lru_cache(maxsize=1)
-def _chunk_buffers(rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _read_soft_labels(soft: SoftLabels, before_R: Tensor, head_VH: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    """The target's probabilities (R, V), float32, and their entropies (R,), from the states at `before_R`."""
+    buffers = _chunk_buffers(max_rows, head_VH.shape[0], head_VH.dtype, head_VH.device, "teacher")
+    low_RV, log_RV = (buffer[: len(before_R)] for buffer in buffers)
+    soft.teacher.read_logits(soft.last_STH.flatten(0, 1)[before_R], head_VH, low_RV, log_RV)
+    log_RV.sub_(log_RV.logsumexp(dim=1, keepdim=True)).clamp_(min=LOWEST_LOGIT)
+    q_RV = log_RV.exp()
+    return q_RV, -torch.linalg.vecdot(q_RV, log_RV)
+
+
+@lru_cache(maxsize=2)
+def _chunk_buffers(
+    rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device, whose: str
+) -> tuple[Tensor, Tensor]:
     """Two buffers (rows, V) for a chunk's logits, in the head's dtype and in float32 (the same one if that is it).
+
+    `whose` tells those of the drafter from those of its teacher, which are needed at the same time.
 
     Kept from call to call: fresh memory of this size comes from the system page by page, and touching it first
     costs more than all passes over it (measured: 17 ms against 1 ms a pass).

@@ -103,7 +103,13 @@ def target_fingerprint(settings: TargetSettings) -> str:
 
 
 def resolve_layer_ids(settings: TargetSettings, config: PretrainedConfig) -> tuple[int, ...]:
-    """The layers to capture: those of the settings, else spread over the depth. ConfigError if one does not exist."""
+    """The layers to cache: those of `drafter_layer_ids`, and with `store_last_hidden` the last one. ConfigError."""
+    layer_ids, last = drafter_layer_ids(settings, config), config.num_hidden_layers - 1
+    return (*layer_ids, last) if settings.store_last_hidden and layer_ids[-1] != last else layer_ids
+
+
+def drafter_layer_ids(settings: TargetSettings, config: PretrainedConfig) -> tuple[int, ...]:
+    """The layers that drafters read: the settings', else spread over the depth. ConfigError if one does not exist."""
     depth = config.num_hidden_layers
     if settings.layer_ids is None:
         return spread_layer_ids(depth, settings.num_layers)

@@ -35,7 +35,14 @@ from dflash_cache.data.templates import (
 from dflash_cache.drafter.mask_token import list_candidates
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import CacheError
-from dflash_cache.target.load import Target, load_target, load_tokenizer, resolve_layer_ids, stop_ids_of
+from dflash_cache.target.load import (
+    Target,
+    drafter_layer_ids,
+    load_target,
+    load_tokenizer,
+    resolve_layer_ids,
+    stop_ids_of,
+)
 from dflash_cache.target.observer import Observer
 from dflash_cache.target.respond import respond
 
@@ -103,6 +110,7 @@ def prepare(config: Config, loader: Loader, observer: Observer, append: bool = F
         template_fingerprint=template_fingerprint(tokenizer),
         mask_rule=MASK_RULE,
         layer_ids=layer_ids,
+        last_hidden=layer_ids != drafter_layer_ids(config.target, target_config),
         target_num_layers=target_config.num_hidden_layers,
         hidden_size=target_config.hidden_size,
         vocab_size=target_config.vocab_size,

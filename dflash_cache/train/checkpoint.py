@@ -29,7 +29,8 @@ ORDER = "order of the first epoch"  # the identity's key for what no setting but
 class Checkpoint:
     """step: optimizer steps done; drafter: its tensors; optimizers: their states; identity: what this run is.
 
-    average: the moving average of the drafter's tensors, None without one.
+    average: the moving average of the drafter's tensors, None without one; num_skipped: steps that were not finite,
+    skipped_in_row: those since the last one that was.
     """
 
     step: int
@@ -38,6 +39,8 @@ class Checkpoint:
     identity: dict[str, Any]
     shape: dict[str, Any]
     average: dict[str, Tensor] | None = None
+    num_skipped: int = 0
+    skipped_in_row: int = 0
 
 
 def checkpoints_dir(run_dir: Path) -> Path:

@@ -5,6 +5,7 @@ clips, and moves. So a step over N micro-batches has the gradient of one large b
 wherever they were computed. Every rank makes every move; the first one writes.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -18,7 +19,7 @@ import torch
 from dflash_cache.config.settings import Config, ObjectiveSettings
 from dflash_cache.data.plan import EpochPlan
 from dflash_cache.drafter.frozen import FrozenTarget
-from dflash_cache.drafter.loss import BlockLoss, block_loss
+from dflash_cache.drafter.loss import BlockLoss, Extra, SoftLabels, block_loss
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import weigh_slots
 from dflash_cache.errors import RunError
@@ -34,7 +35,7 @@ from dflash_cache.train.setup import VALIDATION_EPOCH, TrainingRun, open_run, pl
 from dflash_cache.train.signals import StopRequest
 from dflash_cache.train.stream import BlockDraw, MicroBatch, ReadAhead, load_micro_batch
 
-MAX_SKIPPED = 10  # steps in a row with a non-finite gradient before the run stops
+MAX_NAMED = 8  # samples that are named where a step was not finite
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,12 @@ def train(config: Config, sinks: Sequence[Sink], ranks: Ranks | None = None) -> 
 
 def advance(run: TrainingRun, sinks: Sequence[Sink], stop: StopRequest) -> Iterator[None]:
     """Take the run's steps, yielding after each one; ends, with a checkpoint, after the last or a stop request."""
-    skipped = 0
     for part in steps(run):
         record = take_step(run, part)
-        skipped = skipped + 1 if record["skipped"] else 0
         run.step += 1
         _show({"kind": "train", "step": run.step, "num_steps": run.num_steps} | record, sinks)
-        if skipped == MAX_SKIPPED:
-            raise _divergence(run, part)
+        if run.skipped_in_row >= run.config.train.max_skipped:
+            raise _divergence(run, record["suspects"])
         done = run.step == run.num_steps
         score = None
         if len(run.validation_rows) and (run.step % run.config.train.validate_every == 0 or done):
@@ -136,7 +135,7 @@ def micro_batch_stream(
 
 
 def take_step(run: TrainingRun, part: StepInput) -> Record:
-    """One optimizer step; a non-finite gradient leaves the weights as they are and is reported as skipped.
+    """One optimizer step; a non-finite loss or gradient leaves all weights as they are, is counted and reported.
 
     The record is of the whole step, but for `seconds`, `wait` and `batch.ready`, which are this rank's.
     """
@@ -148,16 +147,21 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
         for group in optimizer.param_groups:
             group["lr"] = rate
     cap_weight = weigh_entropy(run, part)
+    losses = []
     for micro_batch in inputs(run, part):
         loss = draft_loss(run.drafter, run.frozen, micro_batch, config.objective, cap_weight)
         loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.loss_sum.detach())
         sums.add(loss, micro_batch.bucket)
     table = tabulate_step(part.size, zip(part.slots, part.micro_batches, strict=True))
     table_G = torch.from_numpy(table).to(run.device)
     run.ranks.sum([sums.by_bucket, table_G])
     run.ranks.sum_gradients(run.drafter.parameters())
     norm = finish_gradients(run.drafter, sums.weight_sum, config.train.clip_norm)
-    finite = bool(torch.isfinite(norm))  # synchronises the device
+    finite = bool(torch.isfinite(norm) & torch.isfinite(sums.by_bucket[:, 0].sum()))  # synchronises the device
+    suspects = {} if finite else {"suspects": name_suspects(run, part, losses)}
+    run.num_skipped += not finite
+    run.skipped_in_row = 0 if finite else run.skipped_in_row + 1
     for optimizer in run.optimizers:
         if finite:
             optimizer.step()
@@ -167,32 +171,44 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     seconds = time.perf_counter() - started
     figures, batch = sums.figures(), part.mix.add(table_G.cpu().numpy())
     tokens, samples = batch.pop("tokens"), batch.pop("samples")
-    return figures | {
-        "epoch": part.epoch,
-        "learning_rate": rate,
-        "noise": noise_level(run.step, run.num_steps, config.train.noise),
-        "gradient_norm": float(norm),
-        "skipped": not finite,
-        "tokens": tokens,
-        "samples": samples,
-        "seconds": seconds,
-        "wait": part.wait_seconds,
-        "tokens_per_second": tokens / seconds,
-        "blocks_per_second": figures["blocks"] / seconds,
-        "batch": batch | sums.bucket_figures() | {"buffer_fill": part.buffer_fill, "ready": part.ready},
-    }
+    return (
+        figures
+        | suspects
+        | {
+            "epoch": part.epoch,
+            "learning_rate": rate,
+            "noise": noise_level(run.step, run.num_steps, config.train.noise),
+            "gradient_norm": float(norm),
+            "skipped": not finite,
+            "num_skipped": run.num_skipped,
+            "tokens": tokens,
+            "samples": samples,
+            "seconds": seconds,
+            "wait": part.wait_seconds,
+            "tokens_per_second": tokens / seconds,
+            "blocks_per_second": figures["blocks"] / seconds,
+            "batch": batch | sums.bucket_figures() | {"buffer_fill": part.buffer_fill, "ready": part.ready},
+        }
+    )
 
 
 def inputs(run: TrainingRun, part: StepInput) -> Iterator[MicroBatch]:
     """The step's micro-batches on the device, with the step's noise: the same ones whenever they are asked for."""
     settings = run.config.train
     level = noise_level(run.step, run.num_steps, settings.noise)
-    dtype = run.frozen.head_VH.dtype
     for slot, micro_batch in zip(part.slots, part.micro_batches, strict=True):
-        moved = micro_batch.to(run.device)
-        states_STLH = moved.batch.hidden_STLH.to(dtype)
+        placed = place_states(run, micro_batch)
+        states_STLH = placed.batch.hidden_STLH
         noisy_STLH = add_noise(states_STLH, level, settings.noise, (settings.seed, run.step, slot))
-        yield replace(moved, batch=replace(moved.batch, hidden_STLH=noisy_STLH))
+        yield replace(placed, batch=replace(placed.batch, hidden_STLH=noisy_STLH))
+
+
+def place_states(run: TrainingRun, micro_batch: MicroBatch) -> MicroBatch:
+    """On the device, states in the head's dtype: those that the drafter reads, and the last ones for its teacher."""
+    moved = micro_batch.to(run.device)
+    states_STLH = moved.batch.hidden_STLH.to(run.frozen.head_VH.dtype)
+    read_STLH = states_STLH[:, :, : len(run.drafter.shape.target_layer_ids)]
+    return replace(moved, batch=replace(moved.batch, hidden_STLH=read_STLH), last_STH=states_STLH[:, :, -1])
 
 
 @torch.no_grad()
@@ -205,13 +221,15 @@ def weigh_entropy(run: TrainingRun, part: StepInput) -> float:
     cap_lambda = run.config.objective.cap_lambda
     if cap_lambda == 0:
         return 0.0
+    hard_labels = run.config.objective.model_copy(update={"distill": 0.0})  # soft ones do not change the counts
     weight_and_right = torch.zeros(2, dtype=torch.float64, device=run.device)
     for micro_batch in inputs(run, part):
-        loss = draft_loss(run.drafter, run.frozen, micro_batch, run.config.objective)
+        loss = draft_loss(run.drafter, run.frozen, micro_batch, hard_labels)
         weight_and_right += torch.stack([loss.weight_sum, loss.correct_NK.sum()])
     run.ranks.sum([weight_and_right])
     weight_sum, num_right = weight_and_right.tolist()
-    return float(cap_lambda * weight_sum / max(1.0, num_right))
+    weight = cap_lambda * weight_sum / max(1.0, num_right)
+    return weight if math.isfinite(weight) else 0.0  # the step is skipped, for the micro-batches that are not finite
 
 
 def draft_loss(
@@ -221,15 +239,20 @@ def draft_loss(
     objective: ObjectiveSettings,
     cap_weight: float = 0.0,
 ) -> BlockLoss:
-    """The summed, weighted loss of a micro-batch's blocks; matrix products in the frozen head's dtype."""
+    """The summed, weighted loss of a placed micro-batch's blocks; matrix products in the frozen head's dtype."""
     dtype = frozen.head_VH.dtype
     blocks = micro_batch.blocks
     with torch.autocast(frozen.head_VH.device.type, dtype, enabled=dtype != torch.float32):
-        context = drafter.read_context(micro_batch.batch.hidden_STLH.to(dtype))
+        context = drafter.read_context(micro_batch.batch.hidden_STLH)
         slots_SABH = frozen.embed_blocks(blocks.tokens_SA, drafter.shape)
         states_SABH = drafter(slots_SABH, context, blocks.anchors_SA)
     weigh = partial(weigh_slots, settings=objective)
-    return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, cap_weight)
+    soft = None
+    if objective.distill > 0:
+        assert frozen.teacher is not None
+        assert micro_batch.last_STH is not None
+        soft = SoftLabels(micro_batch.last_STH, frozen.teacher, objective.distill)
+    return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, Extra(cap_weight, soft))
 
 
 def finish_gradients(drafter: Drafter, weight_sum: torch.Tensor, clip_norm: float) -> torch.Tensor:
@@ -251,20 +274,34 @@ def validate(run: TrainingRun) -> Record:
     plan = plan_training_epoch(run.config, run.reader, run.validation_rows, 0)
     sums = StepSums(run.drafter.shape.block_size, run.num_buckets, run.device)
     places = range(run.ranks.rank, plan.num_micro_batches, run.ranks.world_size)
-    whole_blocks = run.config.objective.model_copy(update={"max_slots": None})
+    whole_blocks = run.config.objective.model_copy(update={"max_slots": None, "distill": 0.0})
     for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
-        loss = draft_loss(run.average or run.drafter, run.frozen, micro_batch.to(run.device), whole_blocks)
+        loss = draft_loss(run.average or run.drafter, run.frozen, place_states(run, micro_batch), whole_blocks)
         sums.add(loss, micro_batch.bucket)
     run.ranks.sum([sums.by_bucket])
     figures: dict[str, Any] = {"kind": "validation", "step": run.step}
     return figures | sums.figures() | {"seconds": time.perf_counter() - started}
 
 
-def _divergence(run: TrainingRun, part: StepInput) -> RunError:
-    names = [sample for micro_batch in part.micro_batches for sample in micro_batch.batch.sample.tolist()]
+def name_suspects(run: TrainingRun, part: StepInput, losses: Sequence[torch.Tensor]) -> str:
+    """The first samples of the step's micro-batches, on all ranks, whose loss is not finite; of all if each is.
+
+    Every rank asks. Synchronises the device.
+    """
+    own = [micro_batch.batch.sample.tolist() for micro_batch in part.micro_batches]
+    bad = [samples for samples, loss in zip(own, losses, strict=True) if not torch.isfinite(loss)]
+    found = run.ranks.gather(bad)
+    if not any(found):
+        found = run.ranks.gather(own)
+    names = [str(sample) for rank in found for samples in rank for sample in samples]
+    return ", ".join(names[:MAX_NAMED]) + (" …" if len(names) > MAX_NAMED else "")
+
+
+def _divergence(run: TrainingRun, suspects: str) -> RunError:
     return RunError(
-        f"The gradient was not finite for {MAX_SKIPPED} steps, up to step {run.step} with samples "
-        f"{names[:8]} …: lower train.learning_rate, or look at these samples."
+        f"Too many steps in a row ({run.skipped_in_row}) had a loss or gradient that was not finite, up to step "
+        f"{run.step} with samples {suspects}: lower train.learning_rate, look at these samples, or raise "
+        "train.max_skipped."
     )
 
 

@@ -24,11 +24,11 @@ def noise_level(step: int, num_steps: int, settings: NoiseSettings) -> float:
         return 0.0
     warmup_steps = max(1, round(settings.warmup_share * num_steps)) if settings.warmup_share > 0 else 0
     if step < warmup_steps:
-        return settings.strength * step / warmup_steps
+        return settings.strength * (step / warmup_steps)
     if settings.after_warmup == "hold":
         return settings.strength
     last = num_steps - 1
-    return settings.strength * (last - step) / max(1, last - warmup_steps)
+    return settings.strength * ((last - step) / max(1, last - warmup_steps))
 
 
 def add_noise(states_STLH: Tensor, level: float, settings: NoiseSettings, seed: tuple[int, int, int]) -> Tensor:

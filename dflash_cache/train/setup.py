@@ -26,6 +26,7 @@ from dflash_cache.drafter.mask_token import choose_mask_token
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.drafter.start import start_drafter
+from dflash_cache.drafter.teacher import load_teacher
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import CacheError, ConfigError, RunError
 from dflash_cache.train.average import start_average
@@ -48,7 +49,8 @@ VALIDATION_EPOCH = 2**31  # anchors of held-out samples: the same at every valid
 class TrainingRun:
     """One run: what it reads, what it trains, and how far it is (`step` optimizer steps done).
 
-    average: the moving average of the drafter's weights, if `train.ema_decay` is set.
+    average: the moving average of the drafter's weights, if `train.ema_decay` is set; num_skipped: steps so far that
+    were not finite, skipped_in_row: those since the last one that was.
     """
 
     config: Config
@@ -64,6 +66,8 @@ class TrainingRun:
     epoch_steps: list[int]
     identity: dict[str, Any]
     step: int
+    num_skipped: int = 0
+    skipped_in_row: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -95,6 +99,8 @@ class TrainingRun:
             optimizers=[optimizer.state_dict() for optimizer in self.optimizers],
             identity=self.identity,
             shape=self.drafter.shape.to_dict(),
+            num_skipped=self.num_skipped,
+            skipped_in_row=self.skipped_in_row,
         )
 
 
@@ -117,7 +123,7 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
         shape = shape_from_target(
             files.load_config(),
             config.drafter,
-            reader.manifest.layer_ids,
+            reader.manifest.drafter_layer_ids,
             choose_mask_token(config.drafter, reader.manifest.vocab_size, reader.manifest.mask_token_candidates),
         )
         drafter = Drafter(shape)
@@ -128,7 +134,7 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
             config=config,
             reader=reader,
             read_batch=reader.read_batch,
-            frozen=load_frozen(files, shape.embedding_scale, COMPUTE_DTYPES[settings.dtype], device),
+            frozen=read_frozen(files, shape.embedding_scale, config, device),
             drafter=drafter,
             average=None if settings.ema_decay is None else start_average(drafter),
             optimizers=make_optimizers(drafter, config.train),
@@ -165,11 +171,16 @@ def check_cache(reader: CacheReader, files: TargetFiles, config: Config) -> None
             f"{manifest.target_fingerprint}) than {config.target.model} ({fingerprint}): set target.model to that one, "
             "or cache_dir to a cache of this one."
         )
-    wanted = config.target.layer_ids
-    if wanted is not None and wanted != manifest.layer_ids:
+    wanted, found = config.target.layer_ids, manifest.drafter_layer_ids
+    if wanted is not None and wanted != found:
         raise CacheError(
-            f"The cache at {cache_dir} holds layers {list(manifest.layer_ids)}, target.layer_ids is {list(wanted)}: "
+            f"The cache at {cache_dir} holds layers {list(found)}, target.layer_ids is {list(wanted)}: "
             "take the cache's, or generate another cache."
+        )
+    if config.objective.distill > 0 and manifest.layer_ids[-1] != manifest.target_num_layers - 1:
+        raise CacheError(
+            f"objective.distill needs the target's last hidden state, which the cache at {cache_dir} does not hold: "
+            "generate one with target.store_last_hidden, or set objective.distill to 0."
         )
     num_cached = len(reader.index.sample)
     num_rejected = read_rejected(
@@ -180,6 +191,13 @@ def check_cache(reader: CacheReader, files: TargetFiles, config: Config) -> None
             f"The cache at {cache_dir} is unfinished ({num_cached:,} of {manifest.num_samples:,} samples): run "
             "`dflash generate` again, it goes on where it stopped."
         )
+
+
+def read_frozen(files: TargetFiles, embedding_scale: float, config: Config, device: torch.device) -> FrozenTarget:
+    """The target's embedding and head, and its final norm if `objective.distill` asks for it. Raises TargetError."""
+    dtype = COMPUTE_DTYPES[config.train.dtype]
+    frozen = load_frozen(files, embedding_scale, dtype, device)
+    return replace(frozen, teacher=load_teacher(files, dtype, device)) if config.objective.distill > 0 else frozen
 
 
 def split_rows(sample_N: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -239,7 +257,7 @@ def identify(run: TrainingRun) -> dict[str, Any]:
     config, ranks = run.config, run.ranks
     free = {
         "accumulation", "log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes",
-        "direct_io", "device",
+        "direct_io", "device", "max_skipped",
     }  # fmt: skip
     train = config.train.model_dump(mode="json")
     shape = run.drafter.shape.to_dict()
@@ -269,6 +287,7 @@ def _resume(run: TrainingRun) -> None:
     for optimizer, state in zip(run.optimizers, checkpoint.optimizers, strict=True):
         optimizer.load_state_dict(state)
     run.step = checkpoint.step
+    run.num_skipped, run.skipped_in_row = checkpoint.num_skipped, checkpoint.skipped_in_row
 
 
 def _check_ranks(run: TrainingRun) -> None:

@@ -23,11 +23,15 @@ Ready = TypeVar("Ready")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward's input: padded samples of one bucket and the blocks drafted in them."""
+    """One forward's input: padded samples of one bucket and the blocks drafted in them.
+
+    last_STH: the target's last hidden states, once they are taken apart from the others (`loop.place_states`).
+    """
 
     batch: Batch
     blocks: Blocks
     bucket: int
+    last_STH: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device; the cached states go as they are stored."""

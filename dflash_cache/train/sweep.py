@@ -6,6 +6,7 @@ trained alone. A sweep that was stopped or killed goes on with the same call: wh
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -93,9 +94,9 @@ def _catch_up_and_go_on(
 
 
 def _share_frozen(runs: Sequence[TrainingRun]) -> None:
-    """One copy of the target's embedding, norm and head where all runs take the same."""
+    """One copy of the target's embedding and head where all runs take the same."""
     for run in runs[1:]:
         first = runs[0]
         same = (run.drafter.shape.embedding_scale, run.config.train.dtype, run.device)
         if same == (first.drafter.shape.embedding_scale, first.config.train.dtype, first.device):
-            run.frozen = first.frozen
+            run.frozen = replace(first.frozen, teacher=run.frozen.teacher)  # not all of them distil

@@ -48,6 +48,20 @@ def test_a_manifest_comes_back_equal(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "cache") == MANIFEST
 
 
+def test_last_states_are_named_in_the_manifest_and_without_them_it_is_the_older_versions(tmp_path: Path) -> None:
+    with_last = replace(MANIFEST, layer_ids=(1, 3, 4), last_hidden=True)
+    for name, manifest in (("plain", MANIFEST), ("last", with_last)):
+        write_manifest(tmp_path / name, manifest)
+        assert read_manifest(tmp_path / name) == manifest
+        assert manifest.drafter_layer_ids == (1, 3)
+    assert "last_hidden" not in json.loads(manifest_path(tmp_path / "plain").read_text())
+    assert json.loads(manifest_path(tmp_path / "last").read_text())["last_hidden"] is True
+    assert difference(MANIFEST, with_last) == [
+        "layer_ids: was 1, 3, is 1, 3, 4",
+        "last_hidden: was False, is True",
+    ]
+
+
 def test_a_folder_without_manifest_is_no_cache(tmp_path: Path) -> None:
     with pytest.raises(CacheError) as caught:
         read_manifest(tmp_path)

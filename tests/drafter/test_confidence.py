@@ -11,7 +11,7 @@ from torch import Tensor
 from dflash_cache.config.settings import ObjectiveSettings
 from dflash_cache.drafter import loss as loss_module
 from dflash_cache.drafter.anchors import Blocks
-from dflash_cache.drafter.loss import block_loss
+from dflash_cache.drafter.loss import Extra, block_loss
 from dflash_cache.drafter.objective import weigh_slots
 
 UNIFORM = partial(weigh_slots, settings=ObjectiveSettings(weights="uniform"))
@@ -53,7 +53,7 @@ def test_the_term_and_its_gradient_equal_autograd_through_the_formula(seed, cap_
     head = torch.randn(9, 6, generator=generator)
     blocks = random_blocks(seed)
     fast, slow = states.clone().requires_grad_(), states.double().requires_grad_()
-    found = block_loss(fast, blocks, head, UNIFORM, cap_weight=cap_weight)
+    found = block_loss(fast, blocks, head, UNIFORM, extra=Extra(cap_weight=cap_weight))
     terms, entropies = slow_entropies(slow, blocks, head.double())
     expected = torch.stack(terms).sum() + cap_weight * sum(entropies)
     assert float(found.loss_sum) == pytest.approx(float(expected.detach()), rel=1e-5)
@@ -72,7 +72,7 @@ def test_some_of_these_slots_are_right_and_a_weight_of_zero_adds_nothing() -> No
     terms, entropies = slow_entropies(states, blocks, head)
     assert len(terms) > len(entropies) > 0
     assert float(plain.loss_sum) == pytest.approx(float(sum(terms)), rel=1e-5)
-    with_term = block_loss(states, blocks, head, UNIFORM, cap_weight=2.0)
+    with_term = block_loss(states, blocks, head, UNIFORM, extra=Extra(cap_weight=2.0))
     assert float(with_term.loss_sum - plain.loss_sum) == pytest.approx(2.0 * float(sum(entropies)), rel=1e-4)
 
 
@@ -80,7 +80,7 @@ def test_a_token_without_any_probability_adds_neither_entropy_nor_a_bad_gradient
     states = torch.tensor([[[[0.0], [1.0]]]]).requires_grad_()
     head = torch.tensor([[1000.0], [0.0], [-1000.0]])
     blocks = Blocks(*(torch.zeros(1, 1, dtype=torch.int64),) * 2, torch.tensor([[[0]]]), torch.ones(1, 1, 1).bool())
-    found = block_loss(states, blocks, head, UNIFORM, cap_weight=1.0)
+    found = block_loss(states, blocks, head, UNIFORM, extra=Extra(cap_weight=1.0))
     found.loss_sum.backward()
     assert float(found.loss_sum) == pytest.approx(0.0, abs=1e-20)
     assert states.grad.flatten().tolist() == pytest.approx([0.0, 0.0], abs=1e-20)
@@ -95,7 +95,7 @@ def test_chunks_of_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     for chunk in (10**9, 1):
         monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk)
         leaf = states.clone().requires_grad_()
-        loss = block_loss(leaf, blocks, head, UNIFORM, cap_weight=0.7).loss_sum
+        loss = block_loss(leaf, blocks, head, UNIFORM, extra=Extra(cap_weight=0.7)).loss_sum
         loss.backward()
         results.append((loss.detach(), leaf.grad))
     torch.testing.assert_close(results[0], results[1])
