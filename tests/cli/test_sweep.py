@@ -36,11 +36,15 @@ def test_a_sweep_of_a_cache_that_is_not_there(dflash, project, tmp_path) -> None
 
 def test_a_failed_run_is_named_and_the_exit_code_says_so(dflash, project, tmp_path) -> None:
     assert dflash("generate", project).code == 0
-    tree = {"base": project.name, "sweep_dir": str(tmp_path / "sweep"), "grid": {"train.learning_rate": [1e-3, 1e30]}}
+    tree = {
+        "base": project.name,
+        "sweep_dir": str(tmp_path / "sweep"),
+        "grid": {"train.learning_rate": [1e-3, 1e30], "train.max_skipped": [2]},
+    }
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
     shown = dflash("sweep", tmp_path / "sweep.yaml")
     assert shown.code == 2
-    assert "learning_rate=1e+30 failed: " in shown.err
+    assert "learning_rate=1e+30,max_skipped=2 failed: " in shown.err
     assert [row["status"] for row in pq.read_table(tmp_path / "sweep" / "table.parquet").to_pylist()] == [
         "complete",
         "failed",

@@ -19,7 +19,6 @@ from dflash_cache.config.loading import dump_config
 from dflash_cache.config.settings import Config
 from dflash_cache.config.sweep import Sweep, SweepRun, load_sweep
 from dflash_cache.errors import CacheError, ConfigError
-from dflash_cache.train import loop
 from dflash_cache.train.loop import train
 from dflash_cache.train.metrics import JsonLines, Record
 from dflash_cache.train.sweep import group_runs, run_sweep
@@ -133,12 +132,13 @@ def test_one_run_a_device_ends_like_the_others(make_sweep, tmp_path) -> None:
         torch.set_num_threads(threads)
 
 
-def test_a_run_that_fails_leaves_the_others_alone(make_sweep, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(loop, "MAX_SKIPPED", 2)
-    sweep = make_sweep("failing", mode="together", grid={"train.learning_rate": [1e-3, 1e30]})
+def test_a_run_that_fails_leaves_the_others_alone(make_sweep, tmp_path) -> None:
+    sweep = make_sweep(
+        "failing", mode="together", runs=[{"train.max_skipped": 2}], grid={"train.learning_rate": [1e-3, 1e30]}
+    )
     outcomes = run_sweep(sweep, log_only)
     assert [outcome.status for outcome in outcomes.values()] == ["complete", "failed"]
-    assert "lower train.learning_rate" in outcomes["learning_rate=1e+30"].error
+    assert "lower train.learning_rate" in outcomes["max_skipped=2,learning_rate=1e+30"].error
     fine = {
         sweep.runs[0].name: train_alone(sweep.__class__(sweep.settings, sweep.runs[:1]), tmp_path)[sweep.runs[0].name]
     }
