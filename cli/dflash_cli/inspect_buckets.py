@@ -129,7 +129,7 @@ def _inspect_tables(cache: Path, place: str, settings: TrainSettings, world_size
     ]
     samples, tokens, loss_tokens, batches, real, padded = (np.asarray(column) for column in per_bucket)
     shards = [len(np.unique(index.shard[index.bucket == bucket])) for bucket in range(K)]
-    state_bytes = len(manifest.layer_ids) * manifest.hidden_size * (4 if manifest.dtype == "float32" else 2)
+    state_bytes = manifest.states.token_bytes
     lower = [0, *manifest.bucket_bounds[:-1]]
     buckets = [
         {

@@ -9,13 +9,14 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from dflash_cache.cache.codec import StateFormat
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.cache.seal import BLANK_SEAL, check_seal, seal_bytes
-from dflash_cache.config.dtypes import Dtype
+from dflash_cache.config.dtypes import Codec, Dtype
 from dflash_cache.config.loading import dump_config
 from dflash_cache.config.settings import Config, NonNegativeInt, PositiveInt
 from dflash_cache.errors import CacheError
@@ -46,7 +47,7 @@ class Manifest:
     hidden_size: PositiveInt
     vocab_size: PositiveInt
     dtype: Dtype
-    codec: Literal["raw"] = "raw"
+    codec: Codec = "raw"
     bucket_bounds: tuple[PositiveInt, ...]  # inclusive upper bounds, in tokens; the last is max_length
     max_length: PositiveInt
     data_fingerprint: str
@@ -55,6 +56,11 @@ class Manifest:
     mask_token_candidates: tuple[NonNegativeInt, ...] = ()  # ids that no sample holds, the best first
     parts: tuple[str, ...] = ()  # data fingerprints of what was appended one after the other; absent: never appended
     settings: dict[str, Any] = field(default_factory=dict)  # the resolved configuration, for information
+
+    @property
+    def states(self) -> StateFormat:
+        """How the hidden states lie in the shards, and how many bytes they take."""
+        return StateFormat(len(self.layer_ids), self.hidden_size, self.dtype, self.codec)
 
 
 def read_manifest(cache_dir: Path) -> Manifest:
@@ -180,6 +186,13 @@ def _refuse_other_format(cache_dir: Path, tree: dict[str, Any]) -> None:
         raise CacheError(
             f'The cache at {cache_dir} holds "{convention}", this version of dflash-cache reads "{LAYER_CONVENTION}": '
             "name another cache_dir and run `dflash generate`."
+        )
+    codec = tree.get("codec", "raw")
+    if codec not in get_args(Codec):
+        raise CacheError(
+            f"The cache at {cache_dir} has the codec {codec}, this version of dflash-cache reads "
+            f"{', '.join(get_args(Codec))}: install the version that made it, or name another cache_dir and run "
+            "`dflash generate`."
         )
 
 

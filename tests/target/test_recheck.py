@@ -49,7 +49,7 @@ def write_cache(folder: Path, target: Target, states_STLH: Tensor, dtype: Dtype 
         max_length=64, num_samples=len(LENGTHS), order_seed=0, **dict.fromkeys(names, "-"),
     )  # fmt: skip
     write_manifest(folder, manifest)
-    with ShardWriter(shard_path(folder, 0, 0), 0, len(LAYERS), H, dtype) as writer:
+    with ShardWriter(shard_path(folder, 0, 0), 0, manifest.states) as writer:
         placed = [
             writer.append(ids[:n], torch.ones(n, dtype=torch.bool), states[:n])
             for ids, states, n in zip(make_ids(), states_STLH, LENGTHS, strict=True)
