@@ -21,11 +21,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dflash_cache.cache.codec import StateFormat
 from dflash_cache.cache.index import commit_fragment, consolidate
 from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.shards import ShardWriter
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.settings import TrainSettings
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.plan import BatchLimits, EpochPlan, plan_epoch

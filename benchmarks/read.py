@@ -35,11 +35,11 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from dflash_cache.cache.codec import StateFormat
 from dflash_cache.cache.index import commit_fragment
 from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.shards import DATA_BEGIN, ShardWriter
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.data.plan import BatchLimits, plan_epoch
 
 L, H, TOKEN_BYTES = 5, 4096, 40_960

@@ -162,6 +162,7 @@ def _inspect_tables(cache: Path, place: str, settings: TrainSettings, world_size
         "target": manifest.target_model,
         "layer_ids": list(manifest.layer_ids),
         "dtype": manifest.dtype,
+        "codec": manifest.codec,
         "num_samples": manifest.num_samples,
         "cached_samples": int(samples.sum()),
         "rejected": dict(Counter(read_rejected(cache)["reason"].to_pylist())),
@@ -212,9 +213,10 @@ def _mix(plan: "EpochPlan", settings: TrainSettings, world_size: int) -> MixFigu
 
 def show(report: dict[str, Any]) -> None:
     """Tables: the buckets with bars, the orders with their figures, and the bounds if they were compared."""
+    coded = "" if report["codec"] == "raw" else f" in {report['codec']}"
     console.print(
         f"{report['cache']}: {report['cached_samples']:,} of {report['num_samples']:,} samples of {report['target']}, "
-        f"layers {report['layer_ids']}, {report['dtype']}, {show_bytes(report['bytes'])}",
+        f"layers {report['layer_ids']}, {report['dtype']}{coded}, {show_bytes(report['bytes'])}",
         soft_wrap=True,
     )
     for reason, count in report["rejected"].items():

@@ -13,9 +13,9 @@ from typing import Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from dflash_cache.cache.codec import StateFormat
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.cache.seal import BLANK_SEAL, check_seal, seal_bytes
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.dtypes import Codec, Dtype
 from dflash_cache.config.loading import dump_config
 from dflash_cache.config.settings import Config, NonNegativeInt, PositiveInt

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_cache.cache.buffers import BufferPool
-from dflash_cache.cache.codec import as_bytes
+from dflash_cache.cache.codec import TORCH_DTYPES, as_bytes, decode_states
 from dflash_cache.cache.index import IndexColumns, index_fingerprint, open_index, split_columns
 from dflash_cache.cache.layout import Manifest, is_remote, read_manifest
 from dflash_cache.cache.remote import RemoteShards
@@ -116,7 +116,7 @@ class CacheReader:
         S, T, states = len(rows), int(length.max()), self._states
         ids = np.zeros((S, T), dtype="<i4")
         mask = np.zeros((S, T), dtype=np.uint8)
-        hidden_STLH = self._buffers.lend((S, T, states.num_layers, states.hidden_size), states.torch_dtype)
+        hidden_STLH = self._buffers.lend((S, T, states.num_layers, states.hidden_size), TORCH_DTYPES[states.dtype])
         coded = None
         if states.codec != "raw":
             coded = as_bytes(self._coded_buffers.lend((T * states.token_bytes,), torch.uint8))
@@ -147,7 +147,7 @@ class CacheReader:
             if found is not None and found != int(self._index.checksum[row]):
                 raise DamageError("its checksum is not the index's")
             if coded is not None:
-                self._states.decode(stored, hidden_TLH)
+                decode_states(self._states, stored, hidden_TLH)
         except (DamageError, OSError) as error:
             reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             raise CacheError(

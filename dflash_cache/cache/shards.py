@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
-from dflash_cache.cache.codec import StateFormat
+from dflash_cache.cache.codec import TORCH_DTYPES, encode_states
 from dflash_cache.cache.files import atomic_file, explain_write_errors, write_all
 from dflash_cache.cache.layout import FORMAT_VERSION
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.dtypes import Codec, Dtype
 from dflash_cache.errors import CacheError
 
@@ -88,7 +89,7 @@ class ShardWriter:
         self._check(input_ids_T, loss_mask_T, hidden_TLH)
         ids = input_ids_T.to("cpu", torch.int32).numpy().astype("<i4")  # a copy: kept until commit
         mask = loss_mask_T.to("cpu", torch.bool).numpy().astype(np.uint8)
-        hidden = self._states.encode(hidden_TLH)
+        hidden = encode_states(self._states, hidden_TLH)
         with explain_write_errors(self._path):
             write_all(self._file, hidden.data)
             self._start_writeback()
@@ -143,7 +144,7 @@ class ShardWriter:
         expected = (T,), (T,), (T, self._states.num_layers, self._states.hidden_size)
         if shapes != expected or T == 0:
             raise ValueError(f"a sample's ids, mask and hidden states have shapes {shapes}, expected {expected}, T > 0")
-        if hidden_TLH.dtype != self._states.torch_dtype:
+        if hidden_TLH.dtype != TORCH_DTYPES[self._states.dtype]:
             raise ValueError(f"hidden states are {hidden_TLH.dtype}, the shard holds {self._states.dtype}")
 
 

@@ -34,7 +34,6 @@ from dflash_cache.cache.adopt.records import open_modelopt, open_specforge
 from dflash_cache.cache.adopt.scan import BadSamples, Scan, check_masks, fingerprint_states, scan_dump
 from dflash_cache.cache.adopt.source import AdoptObserver, Outline, Source
 from dflash_cache.cache.adopt.vllm import VllmDump
-from dflash_cache.cache.codec import check_codec
 from dflash_cache.cache.files import remove_leftovers, write_table
 from dflash_cache.cache.index import consolidate
 from dflash_cache.cache.layout import (
@@ -48,6 +47,7 @@ from dflash_cache.cache.layout import (
 )
 from dflash_cache.cache.lock import lock_cache
 from dflash_cache.cache.shards import ID_BYTES, MASK_BYTES
+from dflash_cache.cache.state_format import check_codec
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.plan import JobList

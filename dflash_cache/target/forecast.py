@@ -13,8 +13,8 @@ from typing import get_args
 
 import numpy as np
 
-from dflash_cache.cache.codec import StateFormat, check_codec, is_codable
 from dflash_cache.cache.shards import DATA_BEGIN, ID_BYTES, MASK_BYTES
+from dflash_cache.cache.state_format import StateFormat, check_codec, is_codable
 from dflash_cache.config.dtypes import Codec
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds

@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from xxhash import xxh3_64
 
-from dflash_cache.cache.codec import check_codec
 from dflash_cache.cache.files import write_table
 from dflash_cache.cache.layout import Manifest, jobs_path, manifest_path, read_manifest, responses_dir, samples_path
+from dflash_cache.cache.state_format import check_codec
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.conversations import ReadResult, RecordError, read_conversations

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash_cache.cache.codec import code_states
 from dflash_cache.cache.layout import Manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.config.dtypes import Dtype
@@ -102,7 +103,7 @@ def recheck(
         cached_TLH, ids_T = batch.hidden_STLH[0].to(target.device), batch.input_ids[0]
         around_TLH = capture_states(wider, ids_T[None], batch.length)[0]
         own = {layer_id: around_TLH[:, place] for place, layer_id in enumerate(around)}
-        coded_TLH = replace(manifest.states, num_layers=len(around)).code(around_TLH)
+        coded_TLH = code_states(replace(manifest.states, num_layers=len(around)), around_TLH)
         coded = {layer_id: coded_TLH[:, place] for place, layer_id in enumerate(around)}
         compared = [_Comparison(cached_TLH[:, i], own[layer_id]) for i, layer_id in enumerate(manifest.layer_ids)]
         comparisons.append(compared)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from dflash_cache.cache.codec import TORCH_DTYPES, StateFormat, check_codec
+from dflash_cache.cache.codec import TORCH_DTYPES, code_states, decode_states, encode_states
 from dflash_cache.cache.shards import ShardWriter
+from dflash_cache.cache.state_format import StateFormat, check_codec
 from dflash_cache.config.dtypes import Codec, Dtype
 from dflash_cache.config.settings import GenerateSettings
 from dflash_cache.errors import ConfigError
@@ -95,7 +96,7 @@ def test_each_number_is_off_by_half_a_scale_and_the_largest_of_each_group_not_at
     T, L, H = shape
     states = (make_states(T, L, H, "float32", seed) * 2.0**exponent).to(TORCH_DTYPES[dtype])
     states = states.clamp(-torch.finfo(states.dtype).max / 2, torch.finfo(states.dtype).max / 2)
-    found = StateFormat(L, H, dtype, codec).code(states)
+    found = code_states(StateFormat(L, H, dtype, codec), states)
     size = math.gcd(H, 64)
     own, coded = (tensor.double().view(T, L, -1, size) for tensor in (states, found))
     by_size = own.abs().sort(-1).values
@@ -113,7 +114,9 @@ def test_each_number_is_off_by_half_a_scale_and_the_largest_of_each_group_not_at
 @given(codec=CODECS, T=st.integers(1, 5), H=st.sampled_from([8, 32, 64, 192]), seed=st.integers(0, 99))
 def test_the_stored_bytes_are_those_of_a_plain_implementation(codec: Codec, T: int, H: int, seed: int) -> None:
     states = make_states(T, 2, H, "float32", seed)
-    assert np.array_equal(StateFormat(2, H, "float32", codec).encode(states), encode_plainly(states.numpy(), codec))
+    assert np.array_equal(
+        encode_states(StateFormat(2, H, "float32", codec), states), encode_plainly(states.numpy(), codec)
+    )
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
@@ -129,14 +132,14 @@ def test_a_shard_opened_by_safetensors_is_decoded_by_plain_numpy(tmp_path: Path,
     assert rows.shape == (306, 3, 9 * (64 + 5) if codec == "int8" else 9 * (32 + 5))
     assert (tmp_path / "shard").stat().st_size == expected_bytes == 4096 + 306 * (states.token_bytes + 5)
     plain = torch.from_numpy(decode_plainly(rows.reshape(306 * 3, -1), 576, codec)).bfloat16().view(306, 3, 576)
-    assert torch.equal(plain, torch.cat([states.code(sample) for sample in samples]))
+    assert torch.equal(plain, torch.cat([code_states(states, sample) for sample in samples]))
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_zeros_stay_zeros_and_a_lone_number_stays(codec: Codec) -> None:
     states = torch.zeros(2, 1, 128)
     states[1, 0, 70] = -3.7
-    assert torch.equal(StateFormat(1, 128, "float32", codec).code(states), states)
+    assert torch.equal(code_states(StateFormat(1, 128, "float32", codec), states), states)
 
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
@@ -144,7 +147,7 @@ def test_zeros_stay_zeros_and_a_lone_number_stays(codec: Codec) -> None:
 def test_the_dtypes_largest_numbers_stay_finite(codec: Codec, dtype: Dtype) -> None:
     most = torch.finfo(TORCH_DTYPES[dtype]).max
     states = (most * torch.linspace(-1, 1, 64, dtype=torch.float64)).to(TORCH_DTYPES[dtype]).view(1, 1, 64)
-    found = StateFormat(1, 64, dtype, codec).code(states).double()
+    found = code_states(StateFormat(1, 64, dtype, codec), states).double()
     assert bool(found.isfinite().all())
     assert float((found - states.double()).abs().max()) <= 1.01 * most / LARGEST_CODE[codec]
 
@@ -152,18 +155,18 @@ def test_the_dtypes_largest_numbers_stay_finite(codec: Codec, dtype: Dtype) -> N
 def test_long_samples_are_coded_like_their_parts() -> None:
     states = StateFormat(2, 64, "bfloat16", "int4")
     sample = make_states(5000, 2, 64, "bfloat16", 0)
-    parts = [states.encode(part) for part in sample.split([1, 2999, 2000])]
-    assert np.array_equal(states.encode(sample), np.concatenate(parts))
+    parts = [encode_states(states, part) for part in sample.split([1, 2999, 2000])]
+    assert np.array_equal(encode_states(states, sample), np.concatenate(parts))
 
 
 def test_a_flipped_place_changes_only_its_own_group() -> None:
     states = StateFormat(1, 128, "bfloat16", "int8")
     sample = make_states(1, 1, 128, "bfloat16", 0)
-    stored = states.encode(sample).copy()
+    stored = encode_states(states, sample).copy()
     stored[-1] ^= 0xC0  # the place in the second group
     found = torch.empty_like(sample)
-    states.decode(stored, found)
-    assert torch.equal(found, states.code(sample))
+    decode_states(states, stored, found)
+    assert torch.equal(found, code_states(states, sample))
 
 
 @pytest.mark.parametrize(("codec", "bits"), [("int8", 8.625), ("int4", 4.625), ("raw", 16)])

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash_cache.cache.codec import TORCH_DTYPES, StateFormat
+from dflash_cache.cache.codec import TORCH_DTYPES
 from dflash_cache.cache.index import commit_fragment, consolidate
 from dflash_cache.cache.layout import Manifest, read_manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.shards import ShardWriter
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.errors import CacheError
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from xxhash import xxh3_64
 
-from dflash_cache.cache.codec import TORCH_DTYPES, StateFormat
+from dflash_cache.cache.codec import TORCH_DTYPES
 from dflash_cache.cache.shards import ShardWriter, encode_header, read_layout
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.errors import CacheError
 
@@ -23,7 +24,7 @@ KILLED_BEFORE_THE_RENAME = """
 import os, sys
 from pathlib import Path
 import torch
-from dflash_cache.cache.codec import StateFormat
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.cache.shards import ShardWriter
 with ShardWriter(Path(sys.argv[1]), 0, StateFormat(2, 4, "float32")) as writer:
     writer.append(torch.arange(3), torch.ones(3, dtype=torch.bool), torch.zeros(3, 2, 4))

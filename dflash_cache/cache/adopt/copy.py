@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dflash_cache.cache.adopt.dump import Dump, Expected, SampleError, check_sample, load_states
 from dflash_cache.cache.adopt.scan import BadSamples
+from dflash_cache.cache.codec import TORCH_DTYPES
 from dflash_cache.cache.files import write_table
 from dflash_cache.cache.index import cached_rows, commit_fragment
 from dflash_cache.cache.layout import Manifest, shard_name, shard_path
@@ -131,7 +132,7 @@ def read_states(dump: Dump, plan: CopyPlan, members: list[int]) -> Iterator[Tens
             dumped = dump.open_sample(name)
             ids = check_sample(name, dumped, expected).input_ids[: lengths[sample]]
             planned_ids, _ = sample_tokens(plan.samples, sample)
-            if not np.array_equal(ids, planned_ids) or dumped.dtype != plan.manifest.states.torch_dtype:
+            if not np.array_equal(ids, planned_ids) or dumped.dtype != TORCH_DTYPES[plan.manifest.dtype]:
                 raise SampleError(name, "a sample that has changed since the first look")
             return load_states(name, dumped, expected, len(ids))
         except SampleError as error:
