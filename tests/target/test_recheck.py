@@ -47,8 +47,8 @@ def write_cache(
     names = ("tokenizer_fingerprint", "template_fingerprint", "mask_rule", "data_fingerprint", "tool_version")
     manifest = Manifest(
         target_model="-", target_revision=None, target_fingerprint=target.fingerprint, layer_ids=LAYERS,
-        target_num_layers=len(target.layers), hidden_size=H, vocab_size=128, dtype=dtype, codec=codec, bucket_bounds=(64,),
-        max_length=64, num_samples=len(LENGTHS), order_seed=0, **dict.fromkeys(names, "-"),
+        target_num_layers=len(target.layers), hidden_size=H, vocab_size=128, dtype=dtype, codec=codec,
+        bucket_bounds=(64,), max_length=64, num_samples=len(LENGTHS), order_seed=0, **dict.fromkeys(names, "-"),
     )  # fmt: skip
     write_manifest(folder, manifest)
     with ShardWriter(shard_path(folder, 0, 0), 0, manifest.states) as writer:
