@@ -46,6 +46,11 @@ class TargetSettings(Settings):
         description="auto, balanced, …: spread a target too large for one device over all of them (transformers' "
         "device_map; needs accelerate); one worker then drives the group. Not yet seen on GPUs",
     )
+    max_memory: dict[int | str, str] | None = Field(
+        None,
+        description="room for a device_map's weights, as {0: 60GiB, cpu: 200GiB}; null: nearly all there is. What fits "
+        "nowhere is read from the checkpoint for every forward: slow",
+    )
     layer_ids: tuple[NonNegativeInt, ...] | None = Field(
         None,
         min_length=1,

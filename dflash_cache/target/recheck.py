@@ -210,7 +210,7 @@ class _AllStates:
     def normed(self, layer_id: int) -> Tensor:
         """A layer's output after the final norm."""
         normed: Tensor = self.norm(self.outputs[layer_id])
-        return normed
+        return normed.to(self.outputs[layer_id].device)  # a device_map may have put the norm elsewhere
 
 
 def _list_candidates(states: _AllStates, layer_id: int, T: int) -> Iterator[tuple[str, int, Tensor]]:
@@ -248,7 +248,7 @@ def _find_final_norm(target: Target, ids_T: Tensor) -> tuple[nn.Module, Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
-    return last[-1], entered[0][0]
+    return last[-1], entered[0][0].to(target.device)
 
 
 @torch.inference_mode()
