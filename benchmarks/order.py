@@ -25,6 +25,7 @@ from dflash_cache.cache.index import commit_fragment, consolidate
 from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.shards import ShardWriter
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.settings import TrainSettings
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.plan import BatchLimits, EpochPlan, plan_epoch
@@ -69,7 +70,7 @@ def make_cache(folder: Path, lengths: np.ndarray) -> None:
     generator = torch.Generator().manual_seed(0)
     for bucket in range(len(bounds)):
         members = np.flatnonzero(buckets == bucket)
-        with ShardWriter(shard_path(folder, bucket, 0), bucket, len(LAYERS), HIDDEN, "bfloat16") as writer:
+        with ShardWriter(shard_path(folder, bucket, 0), bucket, StateFormat(len(LAYERS), HIDDEN, "bfloat16")) as writer:
             placed = []
             for length in lengths[members].tolist():
                 hidden = torch.randn(length, len(LAYERS), HIDDEN, generator=generator, dtype=torch.bfloat16)

@@ -39,6 +39,7 @@ from dflash_cache.cache.index import commit_fragment
 from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.shards import DATA_BEGIN, ShardWriter
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.data.plan import BatchLimits, plan_epoch
 
 L, H, TOKEN_BYTES = 5, 4096, 40_960
@@ -67,7 +68,7 @@ def make_cache(cache_dir: Path, peers_dir: Path, num_bytes: float) -> None:
     states = torch.from_numpy(random.integers(0, 2**15, (LONGEST, L, H), np.int16)).view(torch.bfloat16)
     rows: list[dict[str, Any]] = []
     for bucket in np.unique(bucket_N).tolist():
-        with ShardWriter(shard_path(cache_dir, bucket, 0), bucket, L, H, "bfloat16") as writer:
+        with ShardWriter(shard_path(cache_dir, bucket, 0), bucket, StateFormat(L, H, "bfloat16")) as writer:
             for sample in np.flatnonzero(bucket_N == bucket).tolist():
                 length = lengths[sample]
                 ids, mask = torch.arange(length), torch.ones(length, dtype=torch.bool)

@@ -55,6 +55,7 @@ def estimate_cache(config: Any, rates: "Rates", quiet: bool) -> dict[str, Any]:
     passes = passes_until_it_pays(found, rates)
     return {
         **asdict(found),
+        "codec": config.generate.codec,
         "fits": found.num_bytes <= found.free_bytes,
         "generate_seconds": generate_seconds(found, rates),
         "needed_gb_per_second": _in_gb(needed_bytes_per_second(found, rates)),
@@ -71,6 +72,12 @@ def show(report: dict[str, Any]) -> None:
         f"the cache takes {most}{show_bytes(report['num_bytes'])} in about {report['num_shards']:,} shards.",
         soft_wrap=True,
     )
+    others = {name: size for name, size in report["state_bytes_by_codec"].items() if name != report["codec"]}
+    if others:
+        sizes = ", ".join(
+            f"{show_bytes(size)} with {'none' if name == 'raw' else name}" for name, size in others.items()
+        )
+        console.print(f"Of generate.codec, its states would take {sizes}.", soft_wrap=True)
     if report["num_open"]:
         console.print(f"{report['num_open']:,} answers are still to be written; they count with their greatest length.")
     fits = "" if report["fits"] else ": too little"

@@ -72,6 +72,7 @@ def register(app: typer.Typer) -> None:
         max_length: Annotated[int | None, typer.Option(help="Leave out longer samples (default: none).")] = None,
         num_buckets: Annotated[int | None, typer.Option(help="Buckets of lengths.")] = None,
         shard_bytes: Annotated[int | None, typer.Option(help="Bytes of a shard.")] = None,
+        codec: Annotated[str | None, typer.Option(help="How states are stored: none, int8 or int4.")] = None,
         max_bad_share: Annotated[
             float, typer.Option(help="The largest share of samples that may be bad.", min=0, max=1)
         ] = 0.01,
@@ -88,6 +89,7 @@ def register(app: typer.Typer) -> None:
             "data.num_buckets": num_buckets,
             "data.strict": strict or None,
             "generate.shard_bytes": shard_bytes,
+            "generate.codec": codec,
         }
         settings = make_config(source, config, {key: value for key, value in changes.items() if value is not None})
         given = read_layer_ids(format, layer_ids, numbering, settings)

@@ -129,7 +129,7 @@ def _inspect_tables(cache: Path, place: str, settings: TrainSettings, world_size
     ]
     samples, tokens, loss_tokens, batches, real, padded = (np.asarray(column) for column in per_bucket)
     shards = [len(np.unique(index.shard[index.bucket == bucket])) for bucket in range(K)]
-    state_bytes = len(manifest.layer_ids) * manifest.hidden_size * (4 if manifest.dtype == "float32" else 2)
+    state_bytes = manifest.states.token_bytes
     lower = [0, *manifest.bucket_bounds[:-1]]
     buckets = [
         {
@@ -162,6 +162,7 @@ def _inspect_tables(cache: Path, place: str, settings: TrainSettings, world_size
         "target": manifest.target_model,
         "layer_ids": list(manifest.layer_ids),
         "dtype": manifest.dtype,
+        "codec": manifest.codec,
         "num_samples": manifest.num_samples,
         "cached_samples": int(samples.sum()),
         "rejected": dict(Counter(read_rejected(cache)["reason"].to_pylist())),
@@ -212,9 +213,10 @@ def _mix(plan: "EpochPlan", settings: TrainSettings, world_size: int) -> MixFigu
 
 def show(report: dict[str, Any]) -> None:
     """Tables: the buckets with bars, the orders with their figures, and the bounds if they were compared."""
+    coded = "" if report["codec"] == "raw" else f" in {report['codec']}"
     console.print(
         f"{report['cache']}: {report['cached_samples']:,} of {report['num_samples']:,} samples of {report['target']}, "
-        f"layers {report['layer_ids']}, {report['dtype']}, {show_bytes(report['bytes'])}",
+        f"layers {report['layer_ids']}, {report['dtype']}{coded}, {show_bytes(report['bytes'])}",
         soft_wrap=True,
     )
     for reason, count in report["rejected"].items():

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -40,6 +40,9 @@ def register(app: typer.Typer) -> None:
             str | None, typer.Option(help="The target's folder or name.", show_default="the manifest's")
         ] = None,
         device: Annotated[str, typer.Option(help="Where the target runs.")] = "auto",
+        device_map: Annotated[
+            str | None, typer.Option(help="auto: spread a target too large for one device over all of them.")
+        ] = None,
         seed: Annotated[int, typer.Option(min=0, help="Which samples are computed again.")] = 0,
         threads: Annotated[int, typer.Option(min=1, help="Threads that read.")] = 2,
         as_json: AsJson = False,
@@ -60,8 +63,9 @@ def register(app: typer.Typer) -> None:
         rechecked = None
         if against_target and report.num_listed and not len(report.damaged_samples):
             with _Bar("Computing again", "samples", 1) as bar:
+                place = Place(target, device, device_map)
                 rechecked = recheck_cache(
-                    cache, against_target, target, device, seed, (lambda *_: None) if as_json else bar.update
+                    cache, against_target, place, seed, (lambda *_: None) if as_json else bar.update
                 )
             if not as_json:
                 show_recheck(rechecked)
@@ -72,10 +76,19 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(2)
 
 
+@dataclass(frozen=True)
+class Place:
+    """The target that computes again (None: the manifest's), and where it runs."""
+
+    model: str | None
+    device: str
+    device_map: str | None
+
+
 def recheck_cache(
-    cache: str, num_samples: int, model: str | None, device: str, seed: int, progress: Callable[[int, int], None]
+    cache: str, num_samples: int, place: Place, seed: int, progress: Callable[[int, int], None]
 ) -> "Recheck":
-    """Random samples computed again by the manifest's target, or by the one at `model`, in the cache's dtype."""
+    """Random samples computed again in the cache's dtype."""
     from dflash_cache.cache.reader import CacheReader
     from dflash_cache.config.settings import TargetSettings
     from dflash_cache.target.load import load_target
@@ -84,10 +97,11 @@ def recheck_cache(
     with CacheReader(cache) as reader:
         manifest = reader.manifest
         settings = TargetSettings(
-            model=model or manifest.target_model,
-            revision=manifest.target_revision if model is None else None,
+            model=place.model or manifest.target_model,
+            revision=manifest.target_revision if place.model is None else None,
             dtype=manifest.dtype,
-            device=device,
+            device=place.device,
+            device_map=place.device_map,
             layer_ids=manifest.layer_ids,
         )
         return recheck(reader, load_target(settings), num_samples, seed, progress)

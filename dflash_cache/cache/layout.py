@@ -9,13 +9,14 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.cache.seal import BLANK_SEAL, check_seal, seal_bytes
-from dflash_cache.config.dtypes import Dtype
+from dflash_cache.cache.state_format import StateFormat
+from dflash_cache.config.dtypes import Codec, Dtype
 from dflash_cache.config.loading import dump_config
 from dflash_cache.config.settings import Config, NonNegativeInt, PositiveInt
 from dflash_cache.errors import CacheError
@@ -48,7 +49,7 @@ class Manifest:
     hidden_size: PositiveInt
     vocab_size: PositiveInt
     dtype: Dtype
-    codec: Literal["raw"] = "raw"
+    codec: Codec = "raw"
     bucket_bounds: tuple[PositiveInt, ...]  # inclusive upper bounds, in tokens; the last is max_length
     max_length: PositiveInt
     data_fingerprint: str
@@ -63,6 +64,11 @@ class Manifest:
     def drafter_layer_ids(self) -> tuple[int, ...]:
         """The layers that drafters read, the first of those that are stored."""
         return self.layer_ids[:-1] if self.last_hidden else self.layer_ids
+
+    @property
+    def states(self) -> StateFormat:
+        """How the hidden states lie in the shards, and how many bytes they take."""
+        return StateFormat(len(self.layer_ids), self.hidden_size, self.dtype, self.codec)
 
 
 def read_manifest(cache_dir: Path) -> Manifest:
@@ -189,6 +195,13 @@ def _refuse_other_format(cache_dir: Path, tree: dict[str, Any]) -> None:
         raise CacheError(
             f'The cache at {cache_dir} holds "{convention}", this version of dflash-cache reads "{LAYER_CONVENTION}": '
             "name another cache_dir and run `dflash generate`."
+        )
+    codec = tree.get("codec", "raw")
+    if codec not in get_args(Codec):
+        raise CacheError(
+            f"The cache at {cache_dir} has the codec {codec}, this version of dflash-cache reads "
+            f"{', '.join(get_args(Codec))}: install the version that made it, or name another cache_dir and run "
+            "`dflash generate`."
         )
 
 

@@ -1,12 +1,13 @@
 """The reader: padded batches of samples, read straight from the shards into the batch's own memory.
 
 A sample's hidden states are one contiguous range of its shard, so each is one positioned read into its row of the
-padded tensor: no second copy, only the padding is zeroed, and the memory is that of an earlier batch. Reads, zeroing
-and checksums of large buffers release the GIL, so threads share one reader and scale. What a reader sees is fixed
+padded tensor: no second copy, only the padding is zeroed, and the memory is that of an earlier batch. Coded states are
+read into memory of their own and decoded from there into their row. Reads, zeroing, decoding and checksums of large
+buffers release the GIL, so threads share one reader and scale. What a reader sees is fixed
 when it opens: the index rows then present, named by `fingerprint`.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from dflash_cache.cache.buffers import BufferPool
+from dflash_cache.cache.codec import TORCH_DTYPES, as_bytes, decode_states
 from dflash_cache.cache.index import IndexColumns, index_fingerprint, open_index, split_columns
 from dflash_cache.cache.layout import Manifest, is_remote, read_manifest
 from dflash_cache.cache.remote import RemoteShards
-from dflash_cache.cache.shards import TORCH_DTYPES, ShardLayout, as_bytes
+from dflash_cache.cache.shards import ShardLayout
 from dflash_cache.cache.storage import DamageError, OpenShards
 from dflash_cache.config.settings import RemoteSettings
 from dflash_cache.errors import CacheError
@@ -66,7 +68,9 @@ class CacheReader:
         self._index = split_columns(table)
         self._fingerprint = index_fingerprint(table)
         self._verify_checksums = verify_checksums
+        self._states = self._manifest.states
         self._buffers = BufferPool(_MAX_IDLE_BUFFERS)
+        self._coded_buffers = BufferPool(_MAX_IDLE_BUFFERS)
 
     def __enter__(self) -> Self:
         return self
@@ -109,15 +113,18 @@ class CacheReader:
         if rows.ndim != 1 or len(rows) == 0 or rows.min() < 0:
             raise IndexError(f"read_batch needs a one-dimensional array of positions from 0, got {rows}")
         length = self._index.length[rows].astype(np.int64)
-        S, T, L, H = len(rows), int(length.max()), len(self._manifest.layer_ids), self._manifest.hidden_size
+        S, T, states = len(rows), int(length.max()), self._states
         ids = np.zeros((S, T), dtype="<i4")
         mask = np.zeros((S, T), dtype=np.uint8)
-        hidden_STLH = self._buffers.lend((S, T, L, H), TORCH_DTYPES[self._manifest.dtype])
+        hidden_STLH = self._buffers.lend((S, T, states.num_layers, states.hidden_size), TORCH_DTYPES[states.dtype])
+        coded = None
+        if states.codec != "raw":
+            coded = as_bytes(self._coded_buffers.lend((T * states.token_bytes,), torch.uint8))
         # In the order of their places on the disk, whatever their order in the batch.
         for s in np.lexsort((self._index.row[rows], self._index.shard[rows])).tolist():
             n = int(length[s])
             hidden_STLH[s, n:].zero_()
-            self._read_sample(int(rows[s]), hidden_STLH[s, :n], ids[s, :n], mask[s, :n])
+            self._read_sample(int(rows[s]), hidden_STLH[s, :n], coded, ids[s, :n], mask[s, :n])
         return Batch(
             sample=torch.from_numpy(self._index.sample[rows]),
             length=torch.from_numpy(length),
@@ -126,16 +133,21 @@ class CacheReader:
             hidden_STLH=hidden_STLH,
         )
 
-    def _read_sample(self, row: int, hidden_TLH: Tensor, ids: np.ndarray, mask: np.ndarray) -> None:
-        """Fill one sample's part of the batch, and compare its checksum."""
+    def _read_sample(
+        self, row: int, hidden_TLH: Tensor, coded: np.ndarray | None, ids: np.ndarray, mask: np.ndarray
+    ) -> None:
+        """Fill one sample's part of the batch, by way of `coded` if states are, and compare its checksum."""
         shard = self._index.shard_names[self._index.shard[row]]
         begin = int(self._index.row[row])
         try:
             with self._shards.borrow(shard) as opened:
                 check_layout(opened.layout, self._manifest, begin + len(ids))
-                found = opened.read_sample(begin, as_bytes(hidden_TLH), ids, mask, self._verify_checksums)
+                stored = as_bytes(hidden_TLH) if coded is None else coded[: len(ids) * self._states.token_bytes]
+                found = opened.read_sample(begin, stored, ids, mask, self._verify_checksums)
             if found is not None and found != int(self._index.checksum[row]):
                 raise DamageError("its checksum is not the index's")
+            if coded is not None:
+                decode_states(self._states, stored, hidden_TLH)
         except (DamageError, OSError) as error:
             reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             raise CacheError(
@@ -147,9 +159,8 @@ class CacheReader:
 
 def check_layout(layout: ShardLayout, manifest: Manifest, end: int) -> None:
     """Raise DamageError if the shard is not one of this manifest's, or ends before token `end`."""
-    found = layout.num_layers, layout.hidden_size, layout.dtype
-    expected = len(manifest.layer_ids), manifest.hidden_size, manifest.dtype
+    found, expected = astuple(layout.states), astuple(manifest.states)
     if found != expected:
-        raise DamageError(f"the shard holds layers, hidden size and dtype {found}, the manifest says {expected}")
+        raise DamageError(f"the shard holds layers, hidden size, dtype and codec {found}, the manifest says {expected}")
     if end > layout.num_tokens:
         raise DamageError(f"the shard holds {layout.num_tokens:,} tokens, the index points up to {end:,}")

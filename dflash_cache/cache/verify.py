@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from dflash_cache.cache.buffers import BufferPool
+from dflash_cache.cache.codec import as_bytes
 from dflash_cache.cache.files import explain_write_errors, flush_folder
 from dflash_cache.cache.index import IndexColumns, jobs_of, remove_jobs, split_columns
-from dflash_cache.cache.layout import FORMAT_VERSION, Manifest, bucket_of_shard, is_remote, manifest_path, read_manifest
+from dflash_cache.cache.layout import Manifest, bucket_of_shard, is_remote, manifest_path, read_manifest
 from dflash_cache.cache.reader import check_layout
 from dflash_cache.cache.remote import RemoteShard, RemoteShards
 from dflash_cache.cache.seal import check_file
-from dflash_cache.cache.shards import TORCH_DTYPES, as_bytes, encode_header
+from dflash_cache.cache.shards import encode_header, shard_metadata
 from dflash_cache.cache.storage import DamageError, OpenShards, Shard
 from dflash_cache.cache.structure import NO_SAMPLES, Finding, check_places, check_tables, read_rows
 from dflash_cache.config.settings import RemoteSettings
@@ -170,8 +171,7 @@ class _ShardCheck:
         columns = self._columns
         wanted = ~np.isin(columns.sample, np.concatenate([NO_SAMPLES, *skipped]))
         places = self._order[wanted[self._order]]
-        manifest = self._manifest
-        token_bytes = len(manifest.layer_ids) * manifest.hidden_size * TORCH_DTYPES[manifest.dtype].itemsize
+        token_bytes = self._manifest.states.token_bytes
         sizes = columns.length[places].astype(np.int64) * token_bytes
         turn = np.cumsum(sizes) // _TASK_BYTES
         cuts = np.flatnonzero((np.diff(turn) != 0) | (np.diff(columns.shard[places]) != 0)) + 1
@@ -208,7 +208,7 @@ def check_header_bytes(shard: Shard | RemoteShard, bucket: int) -> None:
     found = shard.head
     header = json.loads(found[8:])  # the layout was read from it
     metadata = header.pop("__metadata__", None)
-    if metadata != {"format": "dflash-cache", "version": str(FORMAT_VERSION), "bucket": str(bucket)}:
+    if metadata != shard_metadata(bucket, shard.layout.states):
         raise DamageError(f"its header's metadata are {metadata}, of a shard of bucket {bucket}")
     if found != encode_header({name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}, metadata):
         raise DamageError("its header is not as it was written")

@@ -90,10 +90,8 @@ class CacheWriter:
         self._rejected[sample] = reason
 
     def _begin(self, bucket: int) -> "_OpenShard":
-        manifest, name = self._manifest, shard_name(bucket, self._number_shard(bucket))
-        writer = ShardWriter(
-            self._cache_dir / name, bucket, len(manifest.layer_ids), manifest.hidden_size, manifest.dtype
-        )
+        name = shard_name(bucket, self._number_shard(bucket))
+        writer = ShardWriter(self._cache_dir / name, bucket, self._manifest.states)
         shard = self._open[bucket] = _OpenShard(writer, name, bucket)
         return shard
 

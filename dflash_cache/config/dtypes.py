@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Codec = Literal["raw", "int8", "int4"]  # of cached states: see cache/codec.py
 
 
 @cache
@@ -34,6 +35,11 @@ def _settle(value: object) -> object:
     return fastest_dtype() if value == "auto" else value
 
 
+def _name_raw(value: object) -> object:
+    return "raw" if value in ("none", None) else value
+
+
 # `auto` in a configuration becomes a format when it is read, so that what a run records is what it used.
 DtypeOrAuto = Annotated[Dtype, BeforeValidator(_settle)]
+CodecOrNone = Annotated[Codec, BeforeValidator(_name_raw)]  # `none`: raw, states as they are
 ComputeDtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_settle)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from dflash_cache.config.dtypes import ComputeDtype, Dtype, DtypeOrAuto
+from dflash_cache.config.dtypes import CodecOrNone, ComputeDtype, Dtype, DtypeOrAuto
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -46,6 +46,11 @@ class TargetSettings(Settings):
         None,
         description="auto, balanced, …: spread a target too large for one device over all of them (transformers' "
         "device_map; needs accelerate); one worker then drives the group. Not yet seen on GPUs",
+    )
+    max_memory: dict[int | str, str] | None = Field(
+        None,
+        description="room for a device_map's weights, as {0: 60GiB, cpu: 200GiB}; null: nearly all there is. What fits "
+        "nowhere is read from the checkpoint for every forward: slow",
     )
     layer_ids: tuple[NonNegativeInt, ...] | None = Field(
         None,
@@ -108,6 +113,11 @@ class GenerateSettings(Settings):
     """The target's forward passes and the shards they fill."""
 
     token_budget: PositiveInt = Field(8192, description="padded tokens of one forward pass")
+    codec: CodecOrNone = Field(
+        "raw",
+        description="how states are stored: none, as they are; int8 or int4, in 8.6 or 4.6 bits a number instead of "
+        "16, with a relative error of about 0.005 or 0.1 (cache/codec.py)",
+    )
     shard_bytes: PositiveInt = Field(1 << 30, description="a shard is closed when it holds this many bytes")
     shard_seconds: PositiveFloat = Field(600.0, description="or when it has been open for this long")
     order_seed: NonNegativeInt = Field(0, description="seed of the order in which jobs are listed")

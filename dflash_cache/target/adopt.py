@@ -46,7 +46,8 @@ from dflash_cache.cache.layout import (
     write_manifest,
 )
 from dflash_cache.cache.lock import lock_cache
-from dflash_cache.cache.shards import ID_BYTES, MASK_BYTES, TORCH_DTYPES
+from dflash_cache.cache.shards import ID_BYTES, MASK_BYTES
+from dflash_cache.cache.state_format import check_codec
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.plan import JobList
@@ -81,7 +82,7 @@ def adopt(config: Config, source: Source, observer: AdoptObserver) -> Manifest:
             num_samples=plan.samples.num_rows,
             num_tokens=int(plan.lengths.sum()),
             num_shards=plan.jobs.num_jobs,
-            token_bytes=plan.state_bytes,
+            token_bytes=plan.manifest.states.token_bytes,
             dtype=plan.manifest.dtype,
             layer_ids=layer_ids,
         )
@@ -168,6 +169,7 @@ def make_manifest(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         dtype=scan.dtype,
+        codec=check_codec(config.generate.codec, target.hidden_size),
         bucket_bounds=tuple(bounds),
         max_length=longest,
         data_fingerprint=samples_fingerprint(scan.samples),
@@ -184,8 +186,7 @@ def plan_copy(config: Config, source: Source, scan: Scan, manifest: Manifest, du
     """Buckets and shards; the manifest gets the fingerprint of the dump's states."""
     lengths = scan.samples["length"].to_numpy()
     bucket_N = assign_buckets(lengths, manifest.bucket_bounds)
-    state_bytes = len(manifest.layer_ids) * manifest.hidden_size * TORCH_DTYPES[manifest.dtype].itemsize
-    token_bytes = state_bytes + ID_BYTES + MASK_BYTES
+    token_bytes = manifest.states.token_bytes + ID_BYTES + MASK_BYTES
     states = fingerprint_states(dump, expect(manifest, dump), scan.samples)
     return CopyPlan(
         manifest=replace(manifest, template_fingerprint=f"of the dump with states {states}"),
@@ -217,7 +218,10 @@ def copy_rest(cache_dir: Path, dump: Dump, plan: CopyPlan, bad: BadSamples, obse
     remaining = remaining_jobs(cache_dir, plan).tolist()
     total = int(plan.lengths.sum())
     missing = sum(int(plan.lengths[plan.jobs.samples_of(job)].sum()) for job in remaining)
-    needed, free = missing * (plan.state_bytes + ID_BYTES + MASK_BYTES), shutil.disk_usage(cache_dir).free
+    needed, free = (
+        missing * (plan.manifest.states.token_bytes + ID_BYTES + MASK_BYTES),
+        shutil.disk_usage(cache_dir).free,
+    )
     if needed > free:
         raise CacheError(
             f"The cache needs {needed / 1e9:,.1f} GB more and {cache_dir} has {free / 1e9:,.1f} GB free: make room, or "

@@ -34,6 +34,8 @@ class _LayerCopy:
                 f"A decoder layer of the target gave states of shape {tuple(output_STH.shape)} for "
                 f"{tuple(room_STH.shape)}: this family is not supported yet."
             )
+        # From the layer's own device, if a device_map has spread the target. Between two GPUs torch orders this copy
+        # against both devices' streams; only GPUs can show that.
         room_STH.copy_(output_STH)
         self.ran = True
         if self._place == self._states_STLH.shape[2] - 1:

@@ -54,7 +54,7 @@ def list_devices(config: Config) -> list[str]:
             raise ConfigError(f"generate.devices names GPU {missing[0]}, but {num_gpus} are here: leave it out.")
     if not devices:
         raise ConfigError(f"generate.devices {text!r} names no device (no GPU is here): use cpu:2, or leave it out.")
-    if len(devices) > 1 and config.target.device_map is not None:
+    if config.target.device_map is not None:
         raise ConfigError("generate.devices and target.device_map exclude each other: one worker drives the whole map.")
     return devices
 
@@ -210,6 +210,10 @@ def join_launcher(config: Config) -> Launched | None:
         return None
     if config.generate.devices is not None:
         raise ConfigError("generate.devices and torchrun exclude each other: leave --devices out, torchrun gives them.")
+    if config.target.device_map is not None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "With target.device_map one worker drives all devices of a machine: start torchrun with --nproc-per-node 1."
+        )
     store, rank, num_workers = next(rendezvous("env://"))
     return Launched(store, rank, num_workers)
 

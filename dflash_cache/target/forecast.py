@@ -9,10 +9,13 @@ import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
-from dflash_cache.cache.shards import DATA_BEGIN, ID_BYTES, MASK_BYTES, TORCH_DTYPES
+from dflash_cache.cache.shards import DATA_BEGIN, ID_BYTES, MASK_BYTES
+from dflash_cache.cache.state_format import StateFormat, check_codec, is_codable
+from dflash_cache.config.dtypes import Codec
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.conversations import ReadResult, read_conversations
@@ -27,7 +30,10 @@ from dflash_cache.target.prepare import build
 
 @dataclass(frozen=True)
 class Forecast:
-    """The cache's size; `num_open` of the samples wait for an answer whose length is a bound."""
+    """The cache's size; `num_open` of the samples wait for an answer whose length is a bound.
+
+    `state_bytes_by_codec`: of the states alone, with each codec that can hold them.
+    """
 
     num_samples: int
     num_open: int
@@ -36,6 +42,7 @@ class Forecast:
     num_bytes: int
     num_shards: int
     free_bytes: int
+    state_bytes_by_codec: dict[Codec, int]
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,9 @@ def forecast(config: Config, observer: Observer) -> Forecast:
     lengths = np.concatenate([answered_N, open_N])
     if not len(lengths):
         raise DataError("No sample is left: every conversation waits for an answer, and respond.enabled is off.")
-    token_bytes = num_layers * target_config.hidden_size * TORCH_DTYPES[config.target.dtype].itemsize
-    token_bytes += ID_BYTES + MASK_BYTES
+    check_codec(config.generate.codec, target_config.hidden_size)
+    states = StateFormat(num_layers, target_config.hidden_size, config.target.dtype, config.generate.codec)
+    token_bytes = states.token_bytes + ID_BYTES + MASK_BYTES
     bounds = config.data.bucket_bounds or quantile_bounds(lengths, config.data.num_buckets, config.data.max_length)
     jobs = plan_jobs(lengths, assign_buckets(lengths, bounds), config.generate.token_budget, config.generate.order_seed)
     num_shards = count_shards(jobs, lengths, token_bytes, config.generate.shard_bytes)
@@ -72,7 +80,16 @@ def forecast(config: Config, observer: Observer) -> Forecast:
         num_bytes=int(lengths.sum()) * token_bytes + num_shards * DATA_BEGIN,
         num_shards=num_shards,
         free_bytes=shutil.disk_usage(_nearest_folder(Path(config.cache_dir))).free,
+        state_bytes_by_codec=_size_by_codec(states, int(lengths.sum())),
     )
+
+
+def _size_by_codec(states: StateFormat, num_tokens: int) -> dict[Codec, int]:
+    return {
+        codec: num_tokens * replace(states, codec=codec).token_bytes
+        for codec in get_args(Codec)
+        if is_codable(codec, states.hidden_size)
+    }
 
 
 def count_shards(jobs: JobList, lengths_N: np.ndarray, token_bytes: int, shard_bytes: int) -> int:

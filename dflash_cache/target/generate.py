@@ -31,7 +31,7 @@ from dflash_cache.cache.layout import (
 )
 from dflash_cache.cache.lock import lock_cache
 from dflash_cache.cache.rejected import read_rejected
-from dflash_cache.cache.shards import ID_BYTES, MASK_BYTES, TORCH_DTYPES
+from dflash_cache.cache.shards import ID_BYTES, MASK_BYTES
 from dflash_cache.cache.staging import Staging
 from dflash_cache.cache.writer import next_shard_numbers, remove_orphans
 from dflash_cache.config.settings import Config
@@ -188,8 +188,7 @@ def estimate_size(run: Run, preparation: Preparation, missing: np.ndarray, num_w
     """Size of the whole cache and of what is missing, against the space free where it lies, or is made."""
     config = run.config
     manifest, lengths = preparation.manifest, preparation.lengths
-    state_bytes = len(manifest.layer_ids) * manifest.hidden_size * TORCH_DTYPES[manifest.dtype].itemsize
-    token_bytes, remaining_tokens = state_bytes + ID_BYTES + MASK_BYTES, int(lengths[missing].sum())
+    token_bytes, remaining_tokens = manifest.states.token_bytes + ID_BYTES + MASK_BYTES, int(lengths[missing].sum())
     disk_bytes = remaining_tokens * token_bytes
     if run.staging is not None:  # beside the shards that wait, each worker has one open in each bucket
         open_shards = num_workers * len(manifest.bucket_bounds)

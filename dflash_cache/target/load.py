@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def load_target(settings: TargetSettings) -> Target:
     if settings.device_map is None:
         model = model.to(device)  # type: ignore[arg-type]  # wrapped `to`
     else:
-        device = model.device  # of its first layers: ids go in there, and captured states are gathered there
+        device = find_entry_device(model)
     return Target(
         model=model.eval().requires_grad_(False),  # type: ignore[no-untyped-call]
         tokenizer=tokenizer,
@@ -72,6 +73,15 @@ def load_target(settings: TargetSettings) -> Target:
         dtype=DTYPES[settings.dtype],
         fingerprint=files.fingerprint(),
     )
+
+
+def find_entry_device(model: PreTrainedModel) -> torch.device:
+    """Where ids go in and captured states are gathered: the first device that holds weights, the CPU if none does.
+
+    Weights that accelerate brings from memory or disk when they are needed lie on none (`meta`).
+    """
+    held = (parameter.device for parameter in model.parameters() if parameter.device.type != "meta")
+    return next(held, torch.device("cpu"))
 
 
 def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
@@ -192,6 +202,14 @@ def hide_progress_bars() -> Iterator[None]:
 
 def _load_model(settings: TargetSettings) -> PreTrainedModel:
     """The causal LM on the CPU, every tensor of it read from the checkpoint."""
+    if settings.device_map is not None and find_spec("accelerate") is None:
+        raise ConfigError(
+            "target.device_map needs the package accelerate, which is not installed: run `pip install accelerate`, or "
+            "set target.device_map to null."
+        )
+    memory = settings.max_memory and {
+        int(place) if str(place).isdigit() else place: size for place, size in settings.max_memory.items()
+    }
     loader: Any = AutoModelForCausalLM  # its stubs do not know output_loading_info
     model: PreTrainedModel
     try:
@@ -201,6 +219,7 @@ def _load_model(settings: TargetSettings) -> PreTrainedModel:
                 revision=settings.revision,
                 dtype=DTYPES[settings.dtype],
                 device_map=settings.device_map,
+                max_memory=memory,
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,

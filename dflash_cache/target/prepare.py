@@ -17,6 +17,7 @@ from xxhash import xxh3_64
 
 from dflash_cache.cache.files import write_table
 from dflash_cache.cache.layout import Manifest, jobs_path, manifest_path, read_manifest, responses_dir, samples_path
+from dflash_cache.cache.state_format import check_codec
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.conversations import ReadResult, RecordError, read_conversations
@@ -115,6 +116,7 @@ def prepare(config: Config, loader: Loader, observer: Observer, append: bool = F
         hidden_size=target_config.hidden_size,
         vocab_size=target_config.vocab_size,
         dtype=config.target.dtype,
+        codec=check_codec(config.generate.codec, target_config.hidden_size),
         bucket_bounds=tuple(bounds),
         max_length=config.data.max_length,
         data_fingerprint=samples_fingerprint(samples),

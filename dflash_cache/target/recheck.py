@@ -3,10 +3,11 @@
 A checksum proves that states are the ones that were written; only the target can say that they are the ones that
 should have been. Each sample runs alone, so agreement also shows that batches and padding left no trace. Rounding
 differs with batch shapes and devices: a layer agrees if the median over tokens of the relative difference stays below
-what its format explains (measured in bfloat16 on a 30-layer target, other batch shapes or float32: 0.013), no token
-points elsewhere, and neither neighbouring layer fits better. A revision whose states differ by less than that cannot
-be told by its states; the manifest's fingerprint of the weights tells it. Costs a forward a sample; on a difference
-one more, with all layers kept.
+what its format explains (measured in bfloat16 on a 30-layer target, other batch shapes or float32: 0.013) and, with a
+codec, what coding the target's own states costs; no token points elsewhere; and neither neighbouring layer, coded too,
+fits better. The figures are against the target's states before coding: they show what a codec costs. A revision whose
+states differ by less than that cannot be told by its states; the manifest's fingerprint of the weights tells it. Costs
+a forward a sample; on a difference one more, with all layers kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash_cache.cache.codec import code_states
 from dflash_cache.cache.layout import Manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.config.dtypes import Dtype
@@ -26,6 +28,7 @@ from dflash_cache.target.capture import capture_states
 from dflash_cache.target.load import Target, text_model
 
 TOLERANCES: dict[Dtype, float] = {"float32": 0.001, "float16": 0.01, "bfloat16": 0.04}
+_CODEC_MARGIN = 1.5  # states that differ a little, or are another layer's, are coded a little worse or better
 _LEAST_COSINE = 0.5  # of a token whose rounding went another way, experts of a mixture included
 _STRAY_SHARE = 0.01  # tokens below that cosine, at most
 _EMBEDDINGS = -1  # the states before layer 0
@@ -101,19 +104,23 @@ def recheck(
         cached_TLH, ids_T = batch.hidden_STLH[0].to(target.device), batch.input_ids[0]
         around_TLH = capture_states(wider, ids_T[None], batch.length)[0]
         own = {layer_id: around_TLH[:, place] for place, layer_id in enumerate(around)}
+        coded_TLH = code_states(replace(manifest.states, num_layers=len(around)), around_TLH)
+        coded = {layer_id: coded_TLH[:, place] for place, layer_id in enumerate(around)}
         compared = [_Comparison(cached_TLH[:, i], own[layer_id]) for i, layer_id in enumerate(manifest.layer_ids)]
         comparisons.append(compared)
-        tolerance = TOLERANCES[manifest.dtype]
+        tolerances = [
+            TOLERANCES[manifest.dtype] + _CODEC_MARGIN * _Comparison(coded[layer_id], own[layer_id]).relative_difference
+            for layer_id in manifest.layer_ids
+        ]
         wrong = [
             i
             for i, layer_id in enumerate(manifest.layer_ids)
-            if not compared[i].agrees(tolerance)
-            or _is_nearer_to_neighbour(cached_TLH[:, i], layer_id, own, compared[i])
+            if not compared[i].agrees(tolerances[i]) or _is_nearer_to_neighbour(cached_TLH[:, i], layer_id, coded)
         ]
         if wrong:
             passes = _AllStates(target, ids_T) if len({fault.sample for fault in faults}) < _MAX_EXPLAINED else None
             for place in wrong:
-                reason = explain(cached_TLH[:, place], manifest.layer_ids[place], passes, tolerance)
+                reason = explain(cached_TLH[:, place], manifest.layer_ids[place], passes, tolerances[place])
                 shard = index.shard_names[index.shard[row]]
                 faults.append(StateFault(int(index.sample[row]), shard, manifest.layer_ids[place], reason))
         if keeps_last:
@@ -135,10 +142,11 @@ def _list_around(layer_ids: tuple[int, ...], depth: int) -> tuple[int, ...]:
     return tuple(sorted({k for layer_id in layer_ids for k in range(layer_id - 1, layer_id + 2) if 0 <= k < depth}))
 
 
-def _is_nearer_to_neighbour(cached_TH: Tensor, layer_id: int, own: dict[int, Tensor], found: "_Comparison") -> bool:
+def _is_nearer_to_neighbour(cached_TH: Tensor, layer_id: int, coded: dict[int, Tensor]) -> bool:
     """Whether the layer before or after fits better: in deep targets a layer changes less than the tolerance."""
-    neighbours = [own[k] for k in (layer_id - 1, layer_id + 1) if k in own]
-    return any(_Comparison(cached_TH, other).relative_difference < found.relative_difference for other in neighbours)
+    found = _Comparison(cached_TH, coded[layer_id]).relative_difference
+    neighbours = [coded[k] for k in (layer_id - 1, layer_id + 1) if k in coded]
+    return any(_Comparison(cached_TH, other).relative_difference < found for other in neighbours)
 
 
 def explain(cached_TH: Tensor, layer_id: int, states: "_AllStates | None", tolerance: float) -> str:
@@ -202,7 +210,7 @@ class _AllStates:
     def normed(self, layer_id: int) -> Tensor:
         """A layer's output after the final norm."""
         normed: Tensor = self.norm(self.outputs[layer_id])
-        return normed
+        return normed.to(self.outputs[layer_id].device)  # a device_map may have put the norm elsewhere
 
 
 def _list_candidates(states: _AllStates, layer_id: int, T: int) -> Iterator[tuple[str, int, Tensor]]:
@@ -240,7 +248,7 @@ def _find_final_norm(target: Target, ids_T: Tensor) -> tuple[nn.Module, Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
-    return last[-1], entered[0][0]
+    return last[-1], entered[0][0].to(target.device)
 
 
 @torch.inference_mode()

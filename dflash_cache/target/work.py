@@ -7,7 +7,6 @@ import numpy as np
 
 from dflash_cache.cache.index import cached_rows
 from dflash_cache.cache.rejected import read_rejected
-from dflash_cache.cache.shards import TORCH_DTYPES
 from dflash_cache.cache.writer import CacheWriter, SampleStates, ShardLimits
 from dflash_cache.config.settings import Config
 from dflash_cache.data.samples import sample_tokens
@@ -97,7 +96,7 @@ def plan_buffers(config: Config, preparation: Preparation) -> BufferPlan:
     """As many buffers of the largest job's size as `generate.buffer_bytes` holds; at least one, at most one a job."""
     manifest, jobs = preparation.manifest, preparation.jobs
     longest_J = preparation.lengths[jobs.samples[jobs.begin[1:] - 1]]  # a job's samples ascend by length
-    size = int((longest_J * np.diff(jobs.begin)).max()) * len(manifest.layer_ids) * manifest.hidden_size
-    num_bytes = size * TORCH_DTYPES[manifest.dtype].itemsize
+    num_tokens = int((longest_J * np.diff(jobs.begin)).max())
+    num_bytes = num_tokens * manifest.states.unpacked_token_bytes
     count = max(1, min(config.generate.buffer_bytes // num_bytes, jobs.num_jobs))
-    return BufferPlan(count, size, count * num_bytes)
+    return BufferPlan(count, num_tokens * len(manifest.layer_ids) * manifest.hidden_size, count * num_bytes)

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dflash_cache.cache.codec import TORCH_DTYPES
 from dflash_cache.cache.index import commit_fragment, consolidate
 from dflash_cache.cache.layout import Manifest, read_manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
-from dflash_cache.cache.shards import TORCH_DTYPES, ShardWriter
+from dflash_cache.cache.shards import ShardWriter
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.errors import CacheError
 
@@ -60,7 +62,7 @@ def make_cache(cache_dir: Path, lengths: Sequence[int], dtype: Dtype = "bfloat16
     samples = [make_sample(length, dtype, seed) for seed, length in enumerate(lengths)]
     for shard, begin in enumerate(range(0, len(samples), per_shard)):
         part = samples[begin : begin + per_shard]
-        with ShardWriter(shard_path(cache_dir, 0, shard), 0, L, H, dtype) as writer:
+        with ShardWriter(shard_path(cache_dir, 0, shard), 0, StateFormat(L, H, dtype)) as writer:
             placed = [writer.append(*sample) for sample in part]
             writer.commit()
         rows = {
@@ -122,7 +124,7 @@ def test_direct_reads_give_the_same_bits_whether_rows_lie_on_pages_or_not(tmp_pa
         write_manifest(cache_dir, manifest)
         states = torch.randn(9, L, hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
         ids, mask = torch.arange(9), torch.ones(9, dtype=torch.bool)
-        with ShardWriter(shard_path(cache_dir, 0, 0), 0, L, hidden_size, "bfloat16") as writer:
+        with ShardWriter(shard_path(cache_dir, 0, 0), 0, StateFormat(L, hidden_size, "bfloat16")) as writer:
             placed = [writer.append(ids[:n], mask[:n], states[:n]) for n in (9, 4, 7)]
             writer.commit()
         columns = {"sample": [0, 1, 2], "row": [0, 9, 13], "length": [9, 4, 7], "loss_tokens": [9, 4, 7]}

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from xxhash import xxh3_64
 
-from dflash_cache.cache.shards import TORCH_DTYPES, ShardWriter, encode_header, read_layout
+from dflash_cache.cache.codec import TORCH_DTYPES
+from dflash_cache.cache.shards import ShardWriter, encode_header, read_layout
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.errors import CacheError
 
@@ -22,8 +24,9 @@ KILLED_BEFORE_THE_RENAME = """
 import os, sys
 from pathlib import Path
 import torch
+from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.cache.shards import ShardWriter
-with ShardWriter(Path(sys.argv[1]), 0, 2, 4, "float32") as writer:
+with ShardWriter(Path(sys.argv[1]), 0, StateFormat(2, 4, "float32")) as writer:
     writer.append(torch.arange(3), torch.ones(3, dtype=torch.bool), torch.zeros(3, 2, 4))
     os.replace = os.rename = lambda *_: os._exit(9)
     writer.commit()
@@ -49,7 +52,7 @@ def bits_of(tensor: Tensor) -> bytes:
 def test_a_shard_opened_by_safetensors_holds_the_same_bits(tmp_path: Path, dtype: Dtype) -> None:
     path = tmp_path / "bucket-3" / "shard.safetensors"
     samples = [make_sample(length, 3, 8, dtype, length) for length in (5, 1, 9)]
-    with ShardWriter(path, 3, 3, 8, dtype) as writer:
+    with ShardWriter(path, 3, StateFormat(3, 8, dtype)) as writer:
         placed = [writer.append(*sample) for sample in samples]
         expected_bytes = writer.num_bytes
         writer.commit()
@@ -80,7 +83,7 @@ def test_samples_lie_contiguously_from_byte_4096(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard.safetensors"
         samples = [make_sample(length, num_layers, hidden_size, dtype, seed) for seed, length in enumerate(lengths)]
-        with ShardWriter(path, 0, num_layers, hidden_size, dtype) as writer:
+        with ShardWriter(path, 0, StateFormat(num_layers, hidden_size, dtype)) as writer:
             rows = [writer.append(*sample)[0] for sample in samples]
             writer.commit()
         data, stored = path.read_bytes(), load_file(path)["hidden_states"]
@@ -101,7 +104,7 @@ def test_a_part_of_a_padded_batch_is_stored_like_its_copy(tmp_path: Path) -> Non
     checksums = []
     for name, part in (("view", batch[1, 1:5]), ("copy", batch[1, 1:5].clone()), ("strided", batch[1, 1:5])):
         hidden = part.transpose(0, 1).contiguous().transpose(0, 1) if name == "strided" else part
-        with ShardWriter(tmp_path / name, 0, 3, 4, "float32") as writer:
+        with ShardWriter(tmp_path / name, 0, StateFormat(3, 4, "float32")) as writer:
             checksums.append(writer.append(ids[1, 1:5], mask[1, 1:5], hidden)[1])
             writer.commit()
     assert len(set(checksums)) == 1
@@ -111,7 +114,7 @@ def test_a_part_of_a_padded_batch_is_stored_like_its_copy(tmp_path: Path) -> Non
 @pytest.mark.parametrize("fail", [True, False])
 def test_an_abandoned_writer_leaves_nothing(tmp_path: Path, fail: bool) -> None:
     def write() -> None:
-        with ShardWriter(tmp_path / "shard", 0, 2, 4, "float32") as writer:
+        with ShardWriter(tmp_path / "shard", 0, StateFormat(2, 4, "float32")) as writer:
             writer.append(*make_sample(3, 2, 4, "float32", 0))
             if fail:
                 raise RuntimeError("the target fell over")
@@ -135,7 +138,7 @@ def test_a_process_killed_between_write_and_rename_leaves_no_visible_shard(tmp_p
 
 def test_a_sample_of_another_shape_or_dtype_is_our_own_mistake(tmp_path: Path) -> None:
     ids, mask, hidden = make_sample(3, 2, 4, "float32", 0)
-    with ShardWriter(tmp_path / "shard", 0, 2, 4, "float32") as writer:
+    with ShardWriter(tmp_path / "shard", 0, StateFormat(2, 4, "float32")) as writer:
         for wrong in ((ids[1:], mask, hidden), (ids, mask, hidden[:, :1]), (ids[:0], mask[:0], hidden[:0])):
             with pytest.raises(ValueError, match="shapes"):
                 writer.append(*wrong)
@@ -153,7 +156,7 @@ def test_a_header_that_does_not_fit_is_refused() -> None:
 
 def test_a_foreign_or_cut_file_is_no_shard(tmp_path: Path) -> None:
     path = tmp_path / "shard"
-    with ShardWriter(path, 0, 2, 4, "float32") as writer:
+    with ShardWriter(path, 0, StateFormat(2, 4, "float32")) as writer:
         writer.append(*make_sample(3, 2, 4, "float32", 0))
         writer.commit()
     whole = path.read_bytes()
@@ -170,13 +173,13 @@ def test_a_foreign_or_cut_file_is_no_shard(tmp_path: Path) -> None:
 
 def test_a_shard_cut_back_is_the_shard_without_what_was_cut(tmp_path: Path) -> None:
     samples = [make_sample(length, 2, 4, "float32", length) for length in (3, 5, 2, 4)]
-    with ShardWriter(tmp_path / "cut", 0, 2, 4, "float32") as writer:
+    with ShardWriter(tmp_path / "cut", 0, StateFormat(2, 4, "float32")) as writer:
         for sample in samples[:3]:
             writer.append(*sample)
         writer.cut(3)
         writer.append(*samples[3])
         writer.commit()
-    with ShardWriter(tmp_path / "plain", 0, 2, 4, "float32") as writer:
+    with ShardWriter(tmp_path / "plain", 0, StateFormat(2, 4, "float32")) as writer:
         for sample in (samples[0], samples[3]):
             writer.append(*sample)
         writer.commit()

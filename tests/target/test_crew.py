@@ -79,3 +79,13 @@ def test_each_job_and_each_shard_number_is_dealt_once_until_a_stop(tmp_path: Pat
     second.stop()
     assert first.next_job() is None
     assert second.next_job() is None
+
+
+def test_a_device_map_leaves_each_machine_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="one worker drives the whole map"):
+        list_devices(make_config("cpu", device_map="auto"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="start torchrun with --nproc-per-node 1"):
+        join_launcher(make_config(None, device_map="auto"))

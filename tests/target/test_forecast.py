@@ -13,7 +13,7 @@ from dflash_cache.target.forecast import (
 # Qwen3-8B with five layers: a billion tokens are 41 TB.
 BILLION = Forecast(
     num_samples=10**6, num_open=0, num_tokens=10**9, token_bytes=40_965, num_bytes=40_965 * 10**9, num_shards=38_152,
-    free_bytes=10**14,
+    free_bytes=10**14, state_bytes_by_codec={"raw": 40_960 * 10**9},
 )  # fmt: skip
 
 

@@ -12,12 +12,15 @@ from threading import Thread
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from cache.object_store import S3Server
 from target.small_cache import NUM_SAMPLES, TOKEN_BYTES, Listener, checksums, conversation, whole_checksums
 
 from dflash_cache.cache import marker, staging
 from dflash_cache.cache.index import cached_rows
+from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.rejected import read_rejected
 from dflash_cache.cache.staging import staging_folder
 from dflash_cache.cache.store import RemoteStore
@@ -277,3 +280,13 @@ def test_a_store_that_stays_away_stops_the_run_and_the_same_command_goes_on(
     generate(in_store(), listener)
     assert listener.tokens[0] == rows["length"].to_numpy().sum()
     assert checksums(server.folder / "cache") == whole_checksums(configure, tmp_path)
+
+
+def test_a_coded_cache_in_the_store_gives_the_bits_of_one_in_a_folder(configure, in_store, server, tmp_path) -> None:
+    generate(in_store(codec="int4"), Listener())
+    generate(configure("folder", codec="int4"), Listener())
+    remote = RemoteSettings(retry_seconds=30.0)
+    with CacheReader(server.uri("cache"), remote=remote) as put, CacheReader(tmp_path / "folder") as own:
+        rows = np.arange(NUM_SAMPLES)
+        assert torch.equal(put.read_batch(rows).hidden_STLH, own.read_batch(rows).hidden_STLH)
+        assert put.index.checksum.tolist() == own.index.checksum.tolist()

@@ -24,6 +24,7 @@ from dflash_cache.errors import ConfigError, DFlashError, TargetError
 from dflash_cache.target.capture import capture_states
 from dflash_cache.target.load import (
     find_decoder_layers,
+    find_entry_device,
     load_target,
     load_target_config,
     load_tokenizer,
@@ -225,3 +226,43 @@ def test_a_target_with_a_device_map_gives_the_same_states(llama_folder: Path) ->
     assert mapped.device == mapped.layers[0].self_attn.q_proj.weight.device
     assert not any(parameter.requires_grad for parameter in mapped.model.parameters())
     assert torch.equal(capture_states(plain, ids_ST, lengths_S), capture_states(mapped, ids_ST, lengths_S))
+
+
+def test_a_target_that_lies_partly_on_disk_gives_the_same_states_each_time(
+    llama_folder: Path,
+) -> None:
+    ids_ST, lengths_S = torch.arange(4, 22).view(2, 9), torch.tensor([9, 6])
+    plain, spread = (
+        load_target(settings(llama_folder, layer_ids=(0, 2, 4), **spreading))
+        for spreading in (
+            {},
+            {"device_map": "auto", "max_memory": {"cpu": "150KB"}},
+        )
+    )
+    kinds = [next(layer.parameters()).device.type for layer in spread.layers]
+    assert kinds[0] == "cpu"
+    assert kinds[-1] == "meta"  # its weights come from the disk when it runs
+    assert spread.device == torch.device("cpu")
+    for _ in range(2):  # a forward ends by an exception after the deepest layer, and leaves nothing behind
+        assert torch.equal(capture_states(plain, ids_ST, lengths_S), capture_states(spread, ids_ST, lengths_S))
+        assert [next(layer.parameters()).device.type for layer in spread.layers] == kinds
+
+
+def test_weights_that_lie_nowhere_are_no_device_to_gather_states_on(llama_folder: Path) -> None:
+    model = load_target(settings(llama_folder, num_layers=3)).model
+    model.get_decoder().layers[0].to("meta")
+    model.get_decoder().embed_tokens.to("meta")
+    assert model.device == torch.device("meta")
+    assert find_entry_device(model) == torch.device("cpu")
+
+
+def test_a_device_map_without_accelerate_is_refused_in_one_sentence(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash_cache.target.load.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        load_target(settings(llama_folder, num_layers=3, device_map="auto"))
+    assert str(caught.value) == (
+        "target.device_map needs the package accelerate, which is not installed: run `pip install accelerate`, or set "
+        "target.device_map to null."
+    )

@@ -16,7 +16,7 @@ from dflash_cache.cache.index import commit_fragment
 from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.shards import ShardWriter
-from dflash_cache.config.dtypes import Dtype
+from dflash_cache.config.dtypes import Codec, Dtype
 from dflash_cache.config.settings import TargetSettings
 from dflash_cache.errors import TargetError
 from dflash_cache.target.capture import capture_states
@@ -39,17 +39,19 @@ def make_ids() -> Tensor:
     return ids
 
 
-def write_cache(folder: Path, target: Target, states_STLH: Tensor, dtype: Dtype = "float32") -> Path:
+def write_cache(
+    folder: Path, target: Target, states_STLH: Tensor, dtype: Dtype = "float32", codec: Codec = "raw"
+) -> Path:
     """A cache of these states, its manifest that of `target`."""
     H = target.config.hidden_size
     names = ("tokenizer_fingerprint", "template_fingerprint", "mask_rule", "data_fingerprint", "tool_version")
     manifest = Manifest(
         target_model="-", target_revision=None, target_fingerprint=target.fingerprint, layer_ids=LAYERS,
-        target_num_layers=len(target.layers), hidden_size=H, vocab_size=128, dtype=dtype, bucket_bounds=(64,),
-        max_length=64, num_samples=len(LENGTHS), order_seed=0, **dict.fromkeys(names, "-"),
+        target_num_layers=len(target.layers), hidden_size=H, vocab_size=128, dtype=dtype, codec=codec,
+        bucket_bounds=(64,), max_length=64, num_samples=len(LENGTHS), order_seed=0, **dict.fromkeys(names, "-"),
     )  # fmt: skip
     write_manifest(folder, manifest)
-    with ShardWriter(shard_path(folder, 0, 0), 0, len(LAYERS), H, dtype) as writer:
+    with ShardWriter(shard_path(folder, 0, 0), 0, manifest.states) as writer:
         placed = [
             writer.append(ids[:n], torch.ones(n, dtype=torch.bool), states[:n])
             for ids, states, n in zip(make_ids(), states_STLH, LENGTHS, strict=True)
@@ -98,6 +100,37 @@ def test_bfloat16_states_pass_though_their_rounding_is_another(
     found = run(write_cache(tmp_path, target, states, "bfloat16"), target)
     assert found.is_right
     assert all(layer.mean_cosine > 0.999 for layer in found.layers)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("other", ["float32", "bfloat16"])
+def test_coded_states_pass_and_their_figures_show_what_the_codec_costs(
+    tmp_path: Path, llama_folder: Path, other: Dtype, codec: Codec
+) -> None:
+    target = load(llama_folder, "bfloat16")
+    states = states_of(load(llama_folder, other)).bfloat16()
+    found = run(write_cache(tmp_path, target, states, "bfloat16", codec), target)
+    assert found.is_right
+    coded = [layer.relative_difference for layer in found.layers]
+    assert all(difference < (0.03 if codec == "int8" else 0.2) for difference in coded)
+    if codec == "int4":
+        assert all(difference > 0.04 for difference in coded)  # more than the dtype's own rounding may be
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_faults_of_coded_states_are_found_too(tmp_path: Path, llama_folder: Path, codec: Codec) -> None:
+    target = load(llama_folder)
+    states = states_of(target)
+    shifted = run(write_cache(tmp_path / "layer", target, states_of(target, (1, 3, 4)), codec=codec), target)
+    assert reasons(shifted, 2) == {"they are the output of layer 3: shifted by 1 layer"}
+    zeroed = states.clone()
+    zeroed[:, :, 1] = 0
+    found = run(write_cache(tmp_path / "zero", target, zeroed, codec=codec), target)
+    assert reasons(found, 2) == {f"{length} of {length} tokens are zero" for length in LENGTHS}
+    for s, length in enumerate(LENGTHS):
+        states[s, :length] = states[s, :length].roll(1, 0)
+    rolled = run(write_cache(tmp_path / "token", target, states, codec=codec), target)
+    assert "each token has the states of the one 1 token before it" in reasons(rolled, 5)
 
 
 def test_the_figures_are_those_of_the_plain_formulas(tmp_path: Path, llama_folder: Path) -> None:

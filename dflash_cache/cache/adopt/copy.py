@@ -21,10 +21,11 @@ from torch import Tensor
 
 from dflash_cache.cache.adopt.dump import Dump, Expected, SampleError, check_sample, load_states
 from dflash_cache.cache.adopt.scan import BadSamples
+from dflash_cache.cache.codec import TORCH_DTYPES
 from dflash_cache.cache.files import write_table
 from dflash_cache.cache.index import cached_rows, commit_fragment
 from dflash_cache.cache.layout import Manifest, shard_name, shard_path
-from dflash_cache.cache.shards import TORCH_DTYPES, ShardWriter
+from dflash_cache.cache.shards import ShardWriter
 from dflash_cache.data.plan import JobList
 from dflash_cache.data.samples import sample_tokens
 from dflash_cache.errors import CacheError
@@ -60,11 +61,6 @@ class CopyPlan:
         lengths: np.ndarray = self.samples["length"].to_numpy().astype(np.int64)
         return lengths
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one token's states."""
-        return len(self.manifest.layer_ids) * self.manifest.hidden_size * TORCH_DTYPES[self.manifest.dtype].itemsize
-
 
 def expect(manifest: Manifest, dump: Dump) -> Expected:
     """What every sample of the dump must be for a cache of this manifest."""
@@ -99,12 +95,12 @@ def copy_job(cache_dir: Path, dump: Dump, plan: CopyPlan, job: int, bad: BadSamp
     Samples that turn out bad are named in `left_out.parquet`. Raises DataError if too many are, and then, as on any
     other exception, leaves nothing of this shard.
     """
-    manifest, bucket, number = plan.manifest, int(plan.jobs.bucket[job]), plan.shard_number(job)
+    bucket, number = int(plan.jobs.bucket[job]), plan.shard_number(job)
     members = plan.jobs.samples_of(job).tolist()
     rows: list[tuple[int, ...]] = []
     refused: dict[int, SampleError] = {}
     path = shard_path(cache_dir, bucket, number)
-    with ShardWriter(path, bucket, len(manifest.layer_ids), manifest.hidden_size, manifest.dtype) as writer:
+    with ShardWriter(path, bucket, plan.manifest.states) as writer:
         for sample, states in zip(members, read_states(dump, plan, members), strict=True):
             ids, mask = sample_tokens(plan.samples, sample)
             if isinstance(states, SampleError):
@@ -147,7 +143,7 @@ def read_states(dump: Dump, plan: CopyPlan, members: list[int]) -> Iterator[Tens
     with ThreadPoolExecutor(READER_THREADS) as pool:
         for _ in members:
             while begun < len(members) and (not waiting or waiting_bytes < READ_AHEAD_BYTES):
-                size = int(lengths[members[begun]]) * plan.state_bytes
+                size = int(lengths[members[begun]]) * plan.manifest.states.unpacked_token_bytes
                 waiting.append((size, pool.submit(read, members[begun])))
                 begun, waiting_bytes = begun + 1, waiting_bytes + size
             size, future = waiting.popleft()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_cache.cache.shards import TORCH_DTYPES
+from dflash_cache.cache.codec import TORCH_DTYPES
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.data.conversations import RecordError
 from dflash_cache.data.templates import Tokens

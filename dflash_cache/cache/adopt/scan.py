@@ -14,7 +14,7 @@ import torch
 from xxhash import xxh3_64
 
 from dflash_cache.cache.adopt.dump import Dump, Expected, SampleError, check_sample, load_states, name_dtype
-from dflash_cache.cache.shards import as_bytes
+from dflash_cache.cache.codec import as_bytes
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.config.settings import DataSettings
 from dflash_cache.data.conversations import list_reasons
