@@ -1,9 +1,10 @@
 """`dflash train`: the drafter, from the cache alone."""
 
 from contextlib import ExitStack
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,9 +21,37 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
 
     @app.command()
-    def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    def train(
+        config: ConfigFile,
+        overrides: Overrides = None,
+        devices: Annotated[
+            str | None,
+            typer.Option(help="One rank a device: all (GPUs), 0,1 (these GPUs), or cpu:2.", show_default=False),
+        ] = None,
+    ) -> None:
         """Train a drafter from the cache; goes on where it was stopped."""
-        train_drafter(load_config(config, overrides or []))
+        settings = load_config(config, overrides or [])
+        if devices is None:
+            train_drafter(settings)
+        else:
+            train_on_devices(settings, devices)
+
+
+def train_on_devices(config: Config, devices: str) -> None:
+    """A rank a device, each in a process of its own. Raises RunError if one fails."""
+    from dflash_cache.drafter.device import list_devices
+    from dflash_cache.errors import RunError
+    from dflash_cache.train.processes import train_on_ranks
+
+    outcome = train_on_ranks(list_devices(devices, "--devices"), partial(train_rank, config))
+    if outcome.status == "failed":
+        raise RunError(outcome.error)
+
+
+def train_rank(config: Config, device: str) -> bool:
+    """What one of these processes does; whether the run is complete."""
+    settings = config.train.model_copy(update={"device": device})
+    return train_drafter(config.model_copy(update={"train": settings})).complete
 
 
 def train_drafter(config: Config) -> "TrainConsole":

@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing import get_context
 
 from dflash_cache.config.settings import Config
+from dflash_cache.drafter.device import list_devices
 from dflash_cache.errors import CacheError, ConfigError, DFlashError
 from dflash_cache.target.dealer import Dealer, StoppedError
 from dflash_cache.target.interrupts import terminate_like_interrupt
@@ -34,26 +35,12 @@ _POLL_SECONDS = 0.2
 _INTERRUPTED = 130
 
 
-def list_devices(config: Config) -> list[str]:
+def worker_devices(config: Config) -> list[str]:
     """The device of each worker, as `target.device` takes them. Raises ConfigError."""
     text = config.generate.devices
     if text is None:
         return [config.target.device]
-    kind, _, number = text.partition(":")
-    num_gpus = torch.cuda.device_count()
-    if text == "all":
-        devices = [f"cuda:{i}" for i in range(num_gpus)]
-    elif kind == "cpu" and (number.isdigit() or text == "cpu"):
-        devices = ["cpu"] * int(number or 1)
-    else:
-        places = text.split(",")
-        if not all(place.isdigit() for place in places) or len(set(places)) < len(places):
-            raise ConfigError(f"generate.devices {text!r} is none of all, 0,1 (numbers of GPUs) and cpu:2.")
-        devices = [f"cuda:{int(place)}" for place in places]
-        if missing := [place for place in places if int(place) >= num_gpus]:
-            raise ConfigError(f"generate.devices names GPU {missing[0]}, but {num_gpus} are here: leave it out.")
-    if not devices:
-        raise ConfigError(f"generate.devices {text!r} names no device (no GPU is here): use cpu:2, or leave it out.")
+    devices = list_devices(text, "generate.devices")
     if config.target.device_map is not None:
         raise ConfigError("generate.devices and target.device_map exclude each other: one worker drives the whole map.")
     return devices

@@ -41,11 +41,11 @@ from dflash_cache.target.crew import (
     Address,
     Launched,
     join_launcher,
-    list_devices,
     on_device,
     open_local_store,
     own_device,
     run_crew,
+    worker_devices,
 )
 from dflash_cache.target.dealer import Dealer, StoppedError
 from dflash_cache.target.interrupts import terminate_like_interrupt
@@ -114,7 +114,7 @@ def fill(run: Run, observer: Observer) -> Manifest:
     """Prepare, do the missing jobs with one worker or many, consolidate; the cache is locked."""
     config, launched = run.config, run.launched
     cache_dir = Path(config.cache_dir)
-    devices = list_devices(config)
+    devices = worker_devices(config)
     if launched is None and len(devices) == 1:
         config = on_device(config, devices[0])
     elif launched is not None:

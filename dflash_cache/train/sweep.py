@@ -5,20 +5,22 @@ trained alone. A sweep that was stopped or killed goes on with the same call: wh
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dflash_cache.cache.shared_reads import SharedReads
 from dflash_cache.config.sweep import Sweep, SweepRun
+from dflash_cache.drafter.device import list_devices
 from dflash_cache.errors import RunError
-from dflash_cache.train.loop import advance
+from dflash_cache.train.loop import advance, train
 from dflash_cache.train.metrics import Sink
+from dflash_cache.train.processes import Outcome, TrainingProcess, threads_for, wait_for_any
 from dflash_cache.train.setup import TrainingRun, open_reader, open_run
 from dflash_cache.train.signals import StopRequest
-from dflash_cache.train.sweep_devices import OpenSinks, Outcome, train_on_devices
 
+OpenSinks = Callable[[SweepRun], AbstractContextManager[Sequence[Sink]]]
 # Runs that agree in these ask for the same batches at the same steps.
 _SAME_READS = (
     "token_budget", "max_samples", "accumulation", "min_buffer", "validation_share", "order", "seed", "epochs",
@@ -32,7 +34,7 @@ def run_sweep(sweep: Sweep, open_sinks: OpenSinks) -> dict[str, Outcome]:
     A run that fails does not stop the others. Raises what `open_run` raises for runs that cannot even begin together.
     """
     if sweep.settings.mode == "devices":
-        return train_on_devices(sweep, open_sinks)
+        return _train_on_devices(sweep, open_sinks)
     outcomes = {run.name: Outcome("stopped") for run in sweep.runs}
     groups = list(group_runs(sweep.runs)) if sweep.settings.mode == "together" else [[run] for run in sweep.runs]
     with StopRequest() as stop:
@@ -100,3 +102,28 @@ def _share_frozen(runs: Sequence[TrainingRun]) -> None:
         same = (run.drafter.shape.embedding_scale, run.config.train.dtype, run.device)
         if same == (first.drafter.shape.embedding_scale, first.config.train.dtype, first.device):
             run.frozen = replace(first.frozen, teacher=run.frozen.teacher)  # not all of them distil
+
+
+def _train_on_devices(sweep: Sweep, open_sinks: OpenSinks) -> dict[str, Outcome]:
+    """As many runs at a time as there are devices, each in a process; a device that is free takes the next run."""
+    free = list_devices(sweep.settings.devices, "The sweep's devices")
+    num_devices = len(free)
+    outcomes = {run.name: Outcome("stopped") for run in sweep.runs}
+    left, working = list(sweep.runs), dict[TrainingProcess, tuple[str, str]]()
+    with StopRequest() as stop:
+        while working or (left and not stop.requested):
+            while left and free and not stop.requested:
+                run, device = left.pop(0), free.pop(0)
+                process = TrainingProcess(_train_alone, [run, device, open_sinks], threads_for(device, num_devices), {})
+                working[process] = run.name, device
+            for process in wait_for_any(list(working), stop):
+                name, device = working.pop(process)
+                free.append(device)
+                outcomes[name] = process.end()
+    return outcomes
+
+
+def _train_alone(run: SweepRun, device: str, open_sinks: OpenSinks) -> bool:
+    settings = run.config.train.model_copy(update={"device": device})
+    with open_sinks(run) as sinks:
+        return train(run.config.model_copy(update={"train": settings}), sinks)

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from dflash_cache.cache.files import write_table
 from dflash_cache.config.sweep import Sweep, SweepRun
-from dflash_cache.train.sweep_devices import Outcome
+from dflash_cache.train.processes import Outcome
 
 RANKED_BY = "acceptance_estimate"
 

@@ -89,13 +89,17 @@ def test_a_run_stopped_in_the_middle_ends_with_the_same_bits_as_one_that_was_not
     assert kept[0] == kept[1]
 
 
-def test_two_ranks_under_torchrun_show_each_line_once_and_train_what_one_rank_trains(dflash, project: Path) -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", "--devices"])
+def test_two_ranks_show_each_line_once_and_train_what_one_rank_trains(dflash, project: Path, launcher: str) -> None:
     assert dflash("generate", project).code == 0
     one, two = project.parent / "one", project.parent / "two"
     assert dflash("train", project, "--set", f"run_dir={one}", "--set", "train.accumulation=4").code == 0
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
     command = ["-m", "dflash_cli", "train", str(project), "--set", f"run_dir={two}", "--set", "train.accumulation=2"]
-    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, check=True, timeout=120)
+    if launcher == "torchrun":
+        launch = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", *command]
+    else:
+        launch = [sys.executable, *command, "--devices", "cpu:2"]
+    done = subprocess.run(launch, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.count("Training is complete") == 1
     logs = [[json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()] for run in (one, two)]
     assert [(line["kind"], line["step"]) for line in logs[0]] == [(line["kind"], line["step"]) for line in logs[1]]

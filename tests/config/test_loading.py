@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from dflash_cache.config.loading import dump_config, load_config, validate_config
 from dflash_cache.config.settings import Config
+from dflash_cache.config.sweep import load_sweep
 from dflash_cache.errors import ConfigError
 
 LEAST = """
@@ -266,9 +267,7 @@ def test_the_sentence_on_bucket_bounds_says_where_they_must_end(file: Path) -> N
     assert "bucket_bounds must be ascending, without repeats" in refusal(file, "data.bucket_bounds=[3, 2]")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem != "sweep"], ids=lambda path: path.stem)
 def test_every_configuration_that_ships_is_valid_and_names_its_target_and_folders(path: Path) -> None:
     config = load_config(path)
     given = yaml.safe_load(path.read_text())
@@ -277,3 +276,8 @@ def test_every_configuration_that_ships_is_valid_and_names_its_target_and_folder
         given["cache_dir"],
         given["run_dir"],
     )
+
+
+def test_the_sweep_that_ships_is_valid() -> None:
+    sweep = load_sweep(next(path for path in CONFIGS if path.stem == "sweep"))
+    assert len({run.config.run_dir for run in sweep.runs}) == len(sweep.runs) == 4

@@ -7,7 +7,7 @@ from torch.distributed import HashStore
 
 from dflash_cache.config.settings import Config
 from dflash_cache.errors import ConfigError
-from dflash_cache.target.crew import join_launcher, list_devices
+from dflash_cache.target.crew import join_launcher, worker_devices
 from dflash_cache.target.dealer import Dealer
 
 
@@ -25,11 +25,11 @@ def make_config(devices: str | None, **target: Any) -> Config:
 
 def test_devices_are_named_one_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
-    assert list_devices(make_config(None, device="cuda:1")) == ["cuda:1"]
-    assert list_devices(make_config("all")) == ["cuda:0", "cuda:1", "cuda:2"]
-    assert list_devices(make_config("2,0")) == ["cuda:2", "cuda:0"]
-    assert list_devices(make_config("cpu:2")) == ["cpu", "cpu"]
-    assert list_devices(make_config("cpu")) == ["cpu"]
+    assert worker_devices(make_config(None, device="cuda:1")) == ["cuda:1"]
+    assert worker_devices(make_config("all")) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert worker_devices(make_config("2,0")) == ["cuda:2", "cuda:0"]
+    assert worker_devices(make_config("cpu:2")) == ["cpu", "cpu"]
+    assert worker_devices(make_config("cpu")) == ["cpu"]
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_devices_that_are_not_here_or_not_understood_are_refused(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ConfigError, match=words):
-        list_devices(make_config(devices))
+        worker_devices(make_config(devices))
 
 
 def test_several_devices_and_a_device_map_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
-        list_devices(make_config("cpu:2", device_map="auto"))
+        worker_devices(make_config("cpu:2", device_map="auto"))
 
 
 def test_without_a_launchers_variables_nothing_is_joined_and_with_them_devices_are_refused(
@@ -83,7 +83,7 @@ def test_each_job_and_each_shard_number_is_dealt_once_until_a_stop(tmp_path: Pat
 
 def test_a_device_map_leaves_each_machine_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="one worker drives the whole map"):
-        list_devices(make_config("cpu", device_map="auto"))
+        worker_devices(make_config("cpu", device_map="auto"))
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +23,8 @@ from dflash_cache.config.sweep import Sweep, SweepRun, load_sweep
 from dflash_cache.errors import CacheError, ConfigError
 from dflash_cache.train.loop import train
 from dflash_cache.train.metrics import JsonLines, Record
+from dflash_cache.train.processes import Outcome
 from dflash_cache.train.sweep import group_runs, run_sweep
-from dflash_cache.train.sweep_devices import Outcome
 from dflash_cache.train.sweep_table import tabulate, write_sweep_table
 
 GRID = {"train.learning_rate": [1e-3, 3e-3], "objective.weights": ["decay", "dpace"]}
@@ -130,6 +132,25 @@ def test_one_run_a_device_ends_like_the_others(make_sweep, tmp_path) -> None:
         assert_same_runs(sweep, train_alone(sweep, tmp_path))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_signal_stops_the_runs_on_all_devices_with_a_checkpoint_each(make_sweep, tmp_path) -> None:
+    sweep = make_sweep("stopped", mode="devices", devices="cpu:2")
+    log = Path(sweep.runs[0].config.run_dir) / "log.jsonl"
+
+    def stop_soon() -> None:
+        while not (log.exists() and log.read_text().count("\n") >= 2):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_soon).start()
+    outcomes = run_sweep(sweep, log_only)
+    assert "failed" not in {outcome.status for outcome in outcomes.values()}
+    assert outcomes[sweep.runs[-1].name] == Outcome("stopped")  # it had not begun
+    for run in sweep.runs:
+        if (Path(run.config.run_dir) / "checkpoints").exists():
+            assert final_state(run.config)[0] == [rec["step"] for rec in read_log(run.config)][-1]
+    assert set(run_sweep(sweep, log_only).values()) == {Outcome("complete")}
 
 
 def test_a_run_that_fails_leaves_the_others_alone(make_sweep, tmp_path) -> None:
