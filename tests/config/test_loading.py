@@ -267,6 +267,9 @@ def test_the_sentence_on_bucket_bounds_says_where_they_must_end(file: Path) -> N
     assert "bucket_bounds must be ascending, without repeats" in refusal(file, "data.bucket_bounds=[3, 2]")
 
 
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem != "sweep"], ids=lambda path: path.stem)
 def test_every_configuration_that_ships_is_valid_and_names_its_target_and_folders(path: Path) -> None:
     config = load_config(path)
