@@ -107,7 +107,12 @@ class Stages:
         shown = train_drafter(self._config)
         if not shown.complete:
             raise typer.Exit(130)  # what a shell says of a command that was interrupted
-        return {"worked": shown.tokens > 0, "tokens": shown.tokens, "blocks": shown.blocks}
+        return {
+            "worked": shown.tokens > 0,
+            "tokens": shown.tokens,
+            "blocks": shown.blocks,
+            "wait_share": shown.waited / max(1e-9, shown.seconds),
+        }
 
     def _eval(self) -> Figures:
         from dflash_cache.train.checkpoint import best_path, latest_path
@@ -150,6 +155,7 @@ def report_demo(config: Config, stages: Figures) -> None:
         "lossless": trained["lossless"] and untrained["lossless"],
         "seconds": {name: figures["seconds"] for name, figures in stages.items()},
         "cache_bytes": stages["inspect"]["bytes"],
+        "data_wait_share": stages["train"]["wait_share"],
         "tokens_per_second": {
             "answer": made["answer_tokens"] / max(1e-9, made["answer_seconds"]),
             "cache": made["cached_tokens"] / max(1e-9, made["cache_seconds"]),
@@ -169,7 +175,7 @@ def report_demo(config: Config, stages: Figures) -> None:
         f"cache                {show_bytes(report['cache_bytes'])}, {made['samples']:,} samples\n"
         f"answering            {rates['answer']:,.0f} tokens/s\n"
         f"caching              {rates['cache']:,.0f} tokens/s\n"
-        f"training             {rates['train']:,.0f} tokens/s\n"
+        f"training             {rates['train']:,.0f} tokens/s, {100 * report['data_wait_share']:.1f} % of it waiting for data\n"
         f"decoding             {rates['decode']:.1f} tokens/s with the drafter, {rates['decode_plain']:.1f} without\n"
         f"acceptance length    {report['acceptance_length']:.3f} "
         f"(untrained: {report['acceptance_length_untrained']:.3f})\n"

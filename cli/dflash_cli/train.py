@@ -92,7 +92,7 @@ class TrainConsole:
         self.tokens = 0
         self.blocks = 0
         self.seconds = 0.0
-        self._waited = 0.0
+        self.waited = 0.0
         self._first_step: int | None = None
 
     def __call__(self, record: "Record") -> None:
@@ -109,7 +109,7 @@ class TrainConsole:
         self.tokens += record["tokens"]
         self.blocks += record["blocks"]
         self.seconds += record["seconds"] + record["wait"]
-        self._waited += record["wait"]
+        self.waited += record["wait"]
         if record["skipped"]:
             console.print(
                 f"step {step}: loss or gradient is not finite with samples {record['suspects']}; the step is skipped, "
@@ -123,7 +123,7 @@ class TrainConsole:
             f"  acceptance ~{record['acceptance_estimate']:.2f}  lr {record['learning_rate']:.1e}"
             f"  norm {record['gradient_norm']:.2f}  {_show_mix(record['batch'])}"
             f"  {self.tokens / self.seconds:,.0f} tokens/s"
-            f"  wait {100 * self._waited / self.seconds:.0f} %  {show_seconds(left)} left",
+            f"  wait {100 * self.waited / self.seconds:.0f} %  {show_seconds(left)} left",
             soft_wrap=True,
         )
 
