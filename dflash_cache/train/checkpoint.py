@@ -8,7 +8,7 @@ refused with the difference shown.
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,17 @@ ORDER = "order of the first epoch"  # the identity's key for what no setting but
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """step: optimizer steps done; drafter: its tensors; optimizers: their states; identity: what this run is."""
+    """step: optimizer steps done; drafter: its tensors; optimizers: their states; identity: what this run is.
+
+    best: the mark of the best checkpoint (this one, if it is), empty before any.
+    """
 
     step: int
     drafter: dict[str, Tensor]
     optimizers: list[dict[str, Any]]
     identity: dict[str, Any]
     shape: dict[str, Any]
+    best: dict[str, Any] = field(default_factory=dict)
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -41,9 +45,14 @@ def checkpoints_dir(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """The checkpoint after `step` steps."""
+    return checkpoints_dir(run_dir) / f"step-{step:06d}.pt"
+
+
 def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write it atomically, then remove all but the last `keep` and the best."""
-    path = checkpoints_dir(run_dir) / f"step-{checkpoint.step:06d}.pt"
+    path = checkpoint_path(run_dir, checkpoint.step)
     buffer = io.BytesIO()
     torch.save(vars(checkpoint), buffer)
     write_atomically(path, buffer.getvalue())
@@ -99,10 +108,23 @@ def best_score(run_dir: Path, up_to_step: int) -> float:
     return float(best["acceptance_estimate"]) if best and best["step"] <= up_to_step else float("-inf")
 
 
-def mark_best(run_dir: Path, path: Path, step: int, acceptance_estimate: float) -> None:
-    """Remember `path` as the best so far."""
-    text = json.dumps({"checkpoint": path.name, "step": step, "acceptance_estimate": acceptance_estimate})
-    write_atomically(checkpoints_dir(run_dir) / BEST, text.encode())
+def best_mark(run_dir: Path, step: int, acceptance_estimate: float | None = None) -> dict[str, Any]:
+    """The mark to be saved with the checkpoint of `step`: its own if it has an estimate, else the one that stands."""
+    if acceptance_estimate is None:
+        return _read_best(run_dir)
+    name = checkpoint_path(run_dir, step).name
+    return {"checkpoint": name, "step": step, "acceptance_estimate": acceptance_estimate}
+
+
+def mark_best(run_dir: Path, mark: dict[str, Any]) -> None:
+    """Remember the checkpoint of `best_mark` as the best so far."""
+    write_atomically(checkpoints_dir(run_dir) / BEST, json.dumps(mark).encode())
+
+
+def restore_best(run_dir: Path, checkpoint: Checkpoint) -> None:
+    """Mark as best what the checkpoint knows as best: the run may have been killed before it was marked."""
+    if checkpoint.best and checkpoint.best != _read_best(run_dir):
+        mark_best(run_dir, checkpoint.best)
 
 
 def check_identity(checkpoint: Checkpoint, now: dict[str, Any], run_dir: Path) -> None:

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_cache.config.settings import TrainSettings
+from dflash_cache.data.held_out import split_rows
 from dflash_cache.errors import ConfigError
-from dflash_cache.train.setup import make_optimizers, split_rows
+from dflash_cache.train.setup import make_optimizers
 
 
 def options(**changes: object) -> TrainSettings:
