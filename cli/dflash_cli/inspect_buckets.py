@@ -41,6 +41,9 @@ def register(app: typer.Typer) -> None:
         world_size: Annotated[int, typer.Option(min=1, help="Ranks that share a step.")] = 1,
         min_buffer: Annotated[int, typer.Option(min=0, help="Micro-batches to pull from.")] = DEFAULTS.min_buffer,
         seed: Annotated[int, typer.Option(min=0, help="Seed of the order.")] = DEFAULTS.seed,
+        validation_share: Annotated[
+            float, typer.Option(min=0, max=0.999, help="Share of the samples held out, which training never sees.")
+        ] = DEFAULTS.validation_share,
         plot: Annotated[Path | None, typer.Option(help="Also draw it, into a .png or .html file.")] = None,
         suggest: Annotated[bool, typer.Option("--suggest", help="Find the bounds with the least padding.")] = False,
         buckets: Annotated[int | None, typer.Option(min=1, help="How many of them, instead of as many as now.")] = None,
@@ -58,6 +61,7 @@ def register(app: typer.Typer) -> None:
                 "accumulation": accumulation,
                 "min_buffer": min_buffer,
                 "seed": seed,
+                "validation_share": validation_share,
             }
         )
         inspection = inspect_cache(cache, settings, world_size)
@@ -74,10 +78,14 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True)
 class Inspection:
-    """`report`: all figures, as plain values; the samples' lengths and each order's figures, to be drawn."""
+    """`report`: all figures, as plain values; the samples' lengths and each order's figures, to be drawn.
+
+    training_rows: positions of the samples that training sees, all but the held-out ones.
+    """
 
     report: dict[str, Any]
     lengths_N: np.ndarray
+    training_rows: np.ndarray
     mix: dict[str, MixFigures]
 
 
@@ -99,15 +107,17 @@ def _inspect_tables(cache: Path, place: str, settings: TrainSettings, world_size
     from dflash_cache.cache.index import open_index, split_columns
     from dflash_cache.cache.layout import read_manifest
     from dflash_cache.cache.rejected import read_rejected
+    from dflash_cache.data.held_out import split_rows
     from dflash_cache.data.plan import BatchLimits, plan_epoch, step_bounds
 
     manifest = read_manifest(cache)
     index = split_columns(open_index(cache))
+    rows, held_out = split_rows(index.sample, settings.validation_share, settings.seed)
     orders: tuple[Order, ...] = ("sequential", "shuffled", "interleaved")
     plans = {
         order: plan_epoch(
-            index.length,
-            index.bucket,
+            index.length[rows],
+            index.bucket[rows],
             BatchLimits(settings.token_budget, settings.max_samples, order),
             settings.seed,
             0,
@@ -165,15 +175,18 @@ def _inspect_tables(cache: Path, place: str, settings: TrainSettings, world_size
         "codec": manifest.codec,
         "num_samples": manifest.num_samples,
         "cached_samples": int(samples.sum()),
+        "held_out_samples": len(held_out),
+        "num_micro_batches": plan.num_micro_batches,
         "rejected": dict(Counter(read_rejected(cache)["reason"].to_pylist())),
         "bytes": sum(bucket["bytes"] for bucket in buckets),
         "buckets": buckets,
         "mix": {order: figures.to_dict() for order, figures in mix.items()},
         "step_size": settings.accumulation * world_size,
         "num_steps": len(bounds) - 1,
+        "step_sizes": [int(np.diff(bounds).min()), int(np.diff(bounds).max())],
         "padding_efficiency": efficiency,
     }
-    return Inspection(report, index.length, mix)
+    return Inspection(report, index.length, rows, mix)
 
 
 def compare_bounds(inspection: Inspection, settings: TrainSettings, num_buckets: int | None) -> dict[str, Any]:
@@ -185,18 +198,19 @@ def compare_bounds(inspection: Inspection, settings: TrainSettings, num_buckets:
     from dflash_cache.data.buckets import assign_buckets, best_bounds, wasted_tokens
     from dflash_cache.data.plan import BatchLimits, plan_epoch
 
-    lengths_N = inspection.lengths_N
+    lengths_N, rows = inspection.lengths_N, inspection.training_rows
     present = tuple(bucket["longest"] for bucket in inspection.report["buckets"])
     best = best_bounds(lengths_N, num_buckets or len(present), present[-1])
     limits = BatchLimits(settings.token_budget, settings.max_samples)
     num_tokens = int(lengths_N.sum(dtype=np.int64))
     compared = {}
     for name, bounds in (("present", present), ("best", best)):
-        plan = plan_epoch(lengths_N, assign_buckets(lengths_N, bounds), limits, settings.seed, 0)
+        buckets_N = assign_buckets(lengths_N, bounds)
+        plan = plan_epoch(lengths_N[rows], buckets_N[rows], limits, settings.seed, 0)
         compared[name] = {
             "bounds": list(bounds),
             "bucket_efficiency": num_tokens / (num_tokens + wasted_tokens(lengths_N, bounds)),
-            "padding_efficiency": num_tokens / int(plan.padded_tokens.sum()),
+            "padding_efficiency": int(plan.tokens.sum()) / int(plan.padded_tokens.sum()),
             "micro_batches": plan.num_micro_batches,
         }
     return compared
@@ -238,15 +252,14 @@ def show(report: dict[str, Any]) -> None:
             f"{bucket['micro_batch_share']:.1%}",
         )
     console.print(table)
+    console.print(f"\n{_tell_steps(report)}", soft_wrap=True)
     console.print(
-        f"\nAn epoch has {report['num_steps']:,} steps of {report['step_size']} micro-batches; "
-        f"{report['padding_efficiency']:.1%} of the padded tokens are real.\n"
-        "How each order mixes them (micro-batches off a share at worst; longest run; steps that miss a bucket, or are\n"
-        "all of one):",
+        "How each order mixes them (micro-batches off a share at worst; longest run; steps that miss a bucket*,\n"
+        "or are all of one):",
         soft_wrap=True,
     )
     orders = Table(box=None, pad_edge=False)
-    for name in ("order", "KL mean", "KL max", "off share", "run", "miss one", "all one"):
+    for name in ("order", "KL mean", "KL max", "off share", "run", "miss one*", "all one"):
         orders.add_column(name, justify="left" if name == "order" else "right")
     for order, mix in report["mix"].items():
         orders.add_row(
@@ -259,8 +272,21 @@ def show(report: dict[str, Any]) -> None:
             f"{mix['single_share']:.1%}",
         )
     console.print(orders)
+    console.print("* of those with a share of one micro-batch a step or more; rarer ones cannot be in every step.")
     if "bounds" in report:
         _show_bounds(report["bounds"])
+
+
+def _tell_steps(report: dict[str, Any]) -> str:
+    """What an epoch is made of, and how its micro-batches are divided into steps."""
+    fewest, most = report["step_sizes"]
+    sizes = str(most) if fewest == most else f"{fewest} or {most}"
+    rule = "" if fewest == report["step_size"] else f" (at most {report['step_size']}; what is left over is spread)"
+    return (
+        f"Without the {report['held_out_samples']:,} held-out samples an epoch has {report['num_micro_batches']:,} "
+        f"micro-batches, {report['padding_efficiency']:.1%} of their padded tokens real: {report['num_steps']:,} steps "
+        f"of {sizes}{rule}."
+    )
 
 
 def _show_bounds(compared: dict[str, Any]) -> None:

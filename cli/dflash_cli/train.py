@@ -84,7 +84,7 @@ def train_drafter(config: Config) -> "TrainConsole":
 
 
 class TrainConsole:
-    """A line every few steps: loss, accuracy by slot, acceptance, the step's mix, rates, time left."""
+    """Two lines every few steps: loss, accuracy by slot, acceptance, rates, time left; and how the step was mixed."""
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
@@ -121,18 +121,35 @@ class TrainConsole:
         console.print(
             f"step {step}/{num_steps}  loss {record['loss']:.3f}  accuracy {_percentages(record['position_accuracy'])}"
             f"  acceptance ~{record['acceptance_estimate']:.2f}  lr {record['learning_rate']:.1e}"
-            f"  norm {record['gradient_norm']:.2f}  {_show_mix(record['batch'])}"
-            f"  {self.tokens / self.seconds:,.0f} tokens/s"
+            f"  norm {record['gradient_norm']:.2f}  {self.tokens / self.seconds:,.0f} tokens/s"
             f"  wait {100 * self.waited / self.seconds:.0f} %  {show_seconds(left)} left",
             soft_wrap=True,
         )
+        console.print(f"  {show_mix(record['batch'])}", soft_wrap=True)
 
 
-def _show_mix(batch: "Record") -> str:
-    """`mix 25/50/25 %, run 2, 95 % real`: micro-batches by bucket, the longest run of one, padding efficiency."""
-    names = (f"bucket_{bucket}_pct" for bucket in count())
-    shares = [batch[name] / 100 for name in takewhile(batch.__contains__, names)]
-    return f"mix {_percentages(shares)}, run {batch['longest_run']}, {100 * batch['padding_efficiency']:.0f} % real"
+def show_mix(batch: "Record") -> str:
+    """How the step was mixed, on one line.
+
+    Micro-batches by bucket, of the step and of the epoch so far, and the step's distance from the whole epoch; longest
+    run of one bucket; padding efficiency; lengths; the sampler's buffer; loss and accuracy by bucket.
+    """
+    step, running, losses, accuracies = (
+        [batch[f"bucket_{bucket}_{name}"] for bucket in takewhile(lambda b: f"bucket_{b}_pct" in batch, count())]
+        for name in ("pct", "running_pct", "loss", "accuracy")
+    )
+    return (
+        f"mix {_join(step, '.0f')} % (so far {_join(running, '.0f')} %; KL {batch['kl']:.3f})"
+        f"  run {batch['longest_run']}  {100 * batch['padding_efficiency']:.0f} % real"
+        f"  length {batch['mean_length']:.0f}, {batch['max_length']} max"
+        f"  buffer {batch['buffer_fill']:.0f}, {batch['ready']} ready"
+        f"  by bucket: loss {_join(losses, '.2f')}, accuracy {_join(accuracies, '.0%')}"
+    )
+
+
+def _join(values: list[float | None], form: str) -> str:
+    """`1.50/–/2.25`, a dash where there is no value."""
+    return "/".join("–" if value is None else format(value, form) for value in values)
 
 
 def _percentages(shares: list[float]) -> str:

@@ -249,7 +249,11 @@ class TrainSettings(Settings):
     )
     device: str = Field("auto", description="auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     reader_threads: PositiveInt = Field(2, description="threads that read ahead, on each rank")
-    read_ahead_bytes: PositiveInt = Field(1 << 30, description="of micro-batches read ahead at most, on each rank")
+    read_ahead_bytes: PositiveInt = Field(
+        1 << 32,
+        description="cached states in memory at most, on each rank: the step in training and what is read ahead of it. "
+        "One step always fits, however large",
+    )
     verify_checksums: bool = True
     direct_io: bool = Field(
         False, description="read states past the page cache, where rows lie on pages; for caches larger than memory"

@@ -26,6 +26,7 @@ may change between its versions, so a run remembers its plan's fingerprint.
 
 import heapq
 from dataclasses import dataclass
+from enum import IntEnum, unique
 from typing import Literal
 
 import numpy as np
@@ -47,7 +48,16 @@ SCHEMA = pa.schema(
         pa.field("rows", pa.list_(pa.int64()), nullable=False),
     ]
 )
-_CUT, _ORDER, _JOBS = range(3)  # what a random stream is for
+
+
+@unique
+class Purpose(IntEnum):
+    """What a random stream is for: streams of one seed and different purposes are independent."""
+
+    CUT = 0
+    ORDER = 1
+    JOBS = 2
+    PULL = 3
 
 
 @dataclass(frozen=True)
@@ -108,17 +118,20 @@ def plan_epoch(lengths_N: np.ndarray, buckets_N: np.ndarray, limits: BatchLimits
     than the budget is a micro-batch alone. `shuffled` permutes all micro-batches, `sequential` takes bucket after
     bucket; both are there for comparison.
     """
-    members = [
-        _generator(seed, epoch, _CUT, bucket).permutation(positions)
-        for bucket, positions in enumerate(_split_by_bucket(buckets_N))
-    ]
-    rows, begin, counts_K = _cut_buckets(members, lengths_N, limits.token_budget, limits.max_samples)
-    order, bucket_M = _order_list(counts_K, limits.order, _generator(seed, epoch, _ORDER))
+    rows, begin, counts_K = _cut_epoch(lengths_N, buckets_N, limits, seed, epoch)
+    order, bucket_M = _order_list(counts_K, limits.order, _generator(seed, epoch, Purpose.ORDER))
     rows_N, begin = _take_lists(rows, begin, order)
     lengths = lengths_N[rows_N].astype(np.int64)
     longest_M = np.maximum.reduceat(lengths, begin[:-1]) if len(order) else lengths
     tokens_M = np.add.reduceat(lengths, begin[:-1]) if len(order) else lengths
     return EpochPlan(rows_N, begin, bucket_M, tokens_M, longest_M * np.diff(begin))
+
+
+def count_micro_batches(
+    lengths_N: np.ndarray, buckets_N: np.ndarray, limits: BatchLimits, seed: int, epoch: int
+) -> int:
+    """How many micro-batches `plan_epoch` makes of the same arguments, without ordering them."""
+    return int(_cut_epoch(lengths_N, buckets_N, limits, seed, epoch)[2].sum())
 
 
 def plan_jobs(lengths_N: np.ndarray, buckets_N: np.ndarray, token_budget: int, seed: int) -> JobList:
@@ -128,7 +141,7 @@ def plan_jobs(lengths_N: np.ndarray, buckets_N: np.ndarray, token_budget: int, s
     """
     members = [positions[np.argsort(lengths_N[positions], kind="stable")] for positions in _split_by_bucket(buckets_N)]
     samples, begin, counts_K = _cut_buckets(members, lengths_N, token_budget, len(lengths_N))
-    order, bucket_J = _order_list(counts_K, "interleaved", _generator(seed, 0, _JOBS))
+    order, bucket_J = _order_list(counts_K, "interleaved", _generator(seed, 0, Purpose.JOBS))
     samples_N, begin = _take_lists(samples, begin, order)
     return JobList(samples_N, begin, bucket_J)
 
@@ -220,6 +233,17 @@ def _split_by_bucket(buckets_N: np.ndarray) -> list[np.ndarray]:
     """Positions of each bucket's samples, ascending, for buckets 0 … max."""
     positions = np.argsort(buckets_N, kind="stable")
     return np.split(positions, np.cumsum(np.bincount(buckets_N))[:-1]) if len(buckets_N) else []
+
+
+def _cut_epoch(
+    lengths_N: np.ndarray, buckets_N: np.ndarray, limits: BatchLimits, seed: int, epoch: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`_cut_buckets` of the epoch's permutations."""
+    members = [
+        _generator(seed, epoch, Purpose.CUT, bucket).permutation(positions)
+        for bucket, positions in enumerate(_split_by_bucket(buckets_N))
+    ]
+    return _cut_buckets(members, lengths_N, limits.token_budget, limits.max_samples)
 
 
 def _cut_buckets(

@@ -8,7 +8,7 @@ refused with the difference shown.
 
 import io
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Checkpoint:
 
     average: the moving average of the drafter's tensors, None without one; num_skipped: steps that were not finite,
     skipped_in_row: those since the last one that was.
+    best: the mark of the best checkpoint (this one, if it is), empty before any.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Checkpoint:
     average: dict[str, Tensor] | None = None
     num_skipped: int = 0
     skipped_in_row: int = 0
+    best: dict[str, Any] = field(default_factory=dict)
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -48,9 +50,14 @@ def checkpoints_dir(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """The checkpoint after `step` steps."""
+    return checkpoints_dir(run_dir) / f"step-{step:06d}.pt"
+
+
 def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write it atomically, then remove all but the last `keep` and the best."""
-    path = checkpoints_dir(run_dir) / f"step-{checkpoint.step:06d}.pt"
+    path = checkpoint_path(run_dir, checkpoint.step)
     buffer = io.BytesIO()
     torch.save(vars(checkpoint), buffer)
     write_atomically(path, buffer.getvalue())
@@ -106,10 +113,23 @@ def best_score(run_dir: Path, up_to_step: int) -> float:
     return float(best["acceptance_estimate"]) if best and best["step"] <= up_to_step else float("-inf")
 
 
-def mark_best(run_dir: Path, path: Path, step: int, acceptance_estimate: float) -> None:
-    """Remember `path` as the best so far."""
-    text = json.dumps({"checkpoint": path.name, "step": step, "acceptance_estimate": acceptance_estimate})
-    write_atomically(checkpoints_dir(run_dir) / BEST, text.encode())
+def best_mark(run_dir: Path, step: int, acceptance_estimate: float | None = None) -> dict[str, Any]:
+    """The mark to be saved with the checkpoint of `step`: its own if it has an estimate, else the one that stands."""
+    if acceptance_estimate is None:
+        return _read_best(run_dir)
+    name = checkpoint_path(run_dir, step).name
+    return {"checkpoint": name, "step": step, "acceptance_estimate": acceptance_estimate}
+
+
+def mark_best(run_dir: Path, mark: dict[str, Any]) -> None:
+    """Remember the checkpoint of `best_mark` as the best so far."""
+    write_atomically(checkpoints_dir(run_dir) / BEST, json.dumps(mark).encode())
+
+
+def restore_best(run_dir: Path, checkpoint: Checkpoint) -> None:
+    """Mark as best what the checkpoint knows as best: the run may have been killed before it was marked."""
+    if checkpoint.best and checkpoint.best != _read_best(run_dir):
+        mark_best(run_dir, checkpoint.best)
 
 
 def check_identity(checkpoint: Checkpoint, now: dict[str, Any], run_dir: Path) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dflash_cache.config.settings import Config, ObjectiveSettings
@@ -24,9 +25,9 @@ from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import weigh_slots
 from dflash_cache.errors import RunError
 from dflash_cache.train.average import update_average
-from dflash_cache.train.checkpoint import best_score, mark_best, save_checkpoint
+from dflash_cache.train.checkpoint import best_mark, best_score, mark_best, save_checkpoint
 from dflash_cache.train.metrics import Record, Sink, StepSums
-from dflash_cache.train.mix import EpochMix, tabulate_step
+from dflash_cache.train.mix import NO_BUCKET, EpochMix, tabulate_step
 from dflash_cache.train.noise import add_noise, noise_level
 from dflash_cache.train.ranks import Ranks
 from dflash_cache.train.sampler import EpochOrder, buffer_fill
@@ -90,9 +91,10 @@ def advance(run: TrainingRun, sinks: Sequence[Sink], stop: StopRequest) -> Itera
 
 
 def steps(run: TrainingRun) -> Iterator[StepInput]:
-    """This rank's part of every step from the run's on."""
+    """This rank's part of every step from the run's on; its micro-batches are dropped when the next is asked for."""
     ranks = run.ranks
     first = 0
+    last_run: tuple[int, int] | None = None
     for epoch, num_steps in enumerate(run.epoch_steps):
         begin = run.step - first
         first += num_steps
@@ -102,7 +104,8 @@ def steps(run: TrainingRun) -> Iterator[StepInput]:
         if ranks.is_first:
             write_plan(run.config, plan, epoch)
         order = EpochOrder.from_plan(plan, run.config.train, epoch, ranks.world_size)
-        mix = EpochMix(plan.bucket[order.order], int(order.bounds[begin]), run.num_buckets)
+        last_run = last_run or find_last_run(run, epoch)
+        mix = EpochMix(plan.bucket[order.order], int(order.bounds[begin]), run.num_buckets, last_run)
         fill_M = buffer_fill(order.order, run.config.train.min_buffer)
         places = (place for places in order.steps(begin, ranks.rank) for place in places[places >= 0].tolist())
         with closing(micro_batch_stream(run, plan, places, epoch)) as stream:
@@ -111,10 +114,24 @@ def steps(run: TrainingRun) -> Iterator[StepInput]:
                     return
                 started, ready = time.perf_counter(), stream.num_ready
                 slots = [slot for slot in order.slots(step, ranks.rank).tolist() if slot >= 0]
-                micro_batches = [next(stream) for _ in slots]
+                micro_batches = stream.take(len(slots))
                 fill = float(fill_M[order.bounds[step] : order.bounds[step + 1]].mean())
                 wait_seconds = time.perf_counter() - started
                 yield StepInput(epoch, len(order.step(step)), slots, micro_batches, mix, fill, wait_seconds, ready)
+                micro_batches.clear()  # whoever still holds the step holds no states while the next one is loaded
+        last_run = mix.last_run
+
+
+def find_last_run(run: TrainingRun, epoch: int) -> tuple[int, int]:
+    """Bucket and length of the run that the epochs before this one ended with, from their orders alone."""
+    if epoch == 0:
+        return NO_BUCKET, 0
+    plan = run.plan(epoch - 1)
+    order = EpochOrder.from_plan(plan, run.config.train, epoch - 1, run.ranks.world_size)
+    bucket_M = plan.bucket[order.order]
+    of_one_bucket = len(np.unique(bucket_M)) == 1
+    before = find_last_run(run, epoch - 1) if of_one_bucket else (NO_BUCKET, 0)
+    return EpochMix(bucket_M, len(bucket_M), run.num_buckets, before).last_run
 
 
 def micro_batch_stream(
@@ -278,6 +295,7 @@ def validate(run: TrainingRun) -> Record:
     for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
         loss = draft_loss(run.average or run.drafter, run.frozen, place_states(run, micro_batch), whole_blocks)
         sums.add(loss, micro_batch.bucket)
+        del micro_batch, loss  # before the next is asked for
     run.ranks.sum([sums.by_bucket])
     figures: dict[str, Any] = {"kind": "validation", "step": run.step}
     return figures | sums.figures() | {"seconds": time.perf_counter() - started}
@@ -310,9 +328,10 @@ def _save_if_due(run: TrainingRun, score: float | None, last: bool) -> None:
     settings = run.config.train
     better = score is not None and score > best_score(run_dir, run.step)
     if last or better or run.step % settings.checkpoint_every == 0:
-        path = save_checkpoint(run_dir, run.checkpoint(), settings.keep_checkpoints)
-        if better and score is not None:
-            mark_best(run_dir, path, run.step, score)
+        mark = best_mark(run_dir, run.step, score if better else None)
+        save_checkpoint(run_dir, replace(run.checkpoint(), best=mark), settings.keep_checkpoints)
+        if better:
+            mark_best(run_dir, mark)
 
 
 def _show(record: Record, sinks: Sequence[Sink]) -> None:

@@ -6,6 +6,7 @@ greedy decoding would accept from these anchors, the target's own token counted.
 """
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -93,10 +94,10 @@ class JsonLines:
             self._file.close()
 
     def __call__(self, record: Record) -> None:
-        """Write one record."""
+        """Write one record; a number that is not finite is null, for JSON has none."""
         if self._file is None:
             self._file = self._open_at(record["step"])
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(_as_json(record), allow_nan=False) + "\n")
 
     def _open_at(self, step: int) -> TextIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +105,15 @@ class JsonLines:
         kept = "".join(line for line in lines if _step_of(line) < step)
         write_atomically(self._path, kept.encode())
         return self._path.open("a", encoding="utf-8", buffering=1)
+
+
+def _as_json(value: Any) -> Any:
+    """The value with null for every number that is not finite."""
+    if isinstance(value, dict):
+        return {name: _as_json(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_as_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: str) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from dflash_cache.data.mixing import find_runs, mix_distance
 from dflash_cache.train.stream import MicroBatch
 
+NO_BUCKET = -1
 _COLUMNS = 6
 _DONE, _BUCKET, _SAMPLES, _TOKENS, _PADDED, _LONGEST = range(_COLUMNS)
 
@@ -31,14 +32,24 @@ def tabulate_step(size: int, parts: Iterable[tuple[int, MicroBatch]]) -> np.ndar
 class EpochMix:
     """The epoch so far: micro-batches by bucket, and the run of one bucket that it ends with.
 
-    bucket_M: the buckets of the epoch's micro-batches in pull order; the first `begin` of them are done.
+    bucket_M: the buckets of the epoch's micro-batches in pull order; the first `begin` of them are done; `before`: the
+    run (bucket, length) that the epoch before ended with. The optimizer knows no epochs, so a run goes on across their
+    border; shares begin anew with each.
     """
 
-    def __init__(self, bucket_M: np.ndarray, begin: int, num_buckets: int) -> None:
+    def __init__(
+        self, bucket_M: np.ndarray, begin: int, num_buckets: int, before: tuple[int, int] = (NO_BUCKET, 0)
+    ) -> None:
         self._share_K = np.bincount(bucket_M, minlength=num_buckets) / max(1, len(bucket_M))
         self._counts_K = np.bincount(bucket_M[:begin], minlength=num_buckets)
-        buckets, lengths = find_runs(bucket_M[:begin])
-        self._last, self._run = (int(buckets[-1]), int(lengths[-1])) if begin else (-1, 0)
+        self._last, self._run = before
+        if begin:
+            self._follow_runs(bucket_M[:begin])
+
+    @property
+    def last_run(self) -> tuple[int, int]:
+        """Bucket and length of the run that what was done ends with."""
+        return self._last, self._run
 
     def add(self, table_G: np.ndarray) -> dict[str, Any]:
         """Take in a whole step's table; its figures.
@@ -66,7 +77,7 @@ class EpochMix:
         }
 
     def _follow_runs(self, bucket_G: np.ndarray) -> int:
-        """The longest run that reaches into the step."""
+        """The longest run that reaches into these micro-batches."""
         buckets, lengths = find_runs(bucket_G)
         if buckets[0] == self._last:
             lengths[0] += self._run

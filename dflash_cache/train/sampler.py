@@ -34,10 +34,9 @@ from xxhash import xxh3_64
 
 from dflash_cache.config.settings import TrainSettings
 from dflash_cache.data.mixing import count_buckets, longest_runs
-from dflash_cache.data.plan import EpochPlan, plan_fingerprint, step_bounds
+from dflash_cache.data.plan import EpochPlan, Purpose, plan_fingerprint, step_bounds
 
 MAX_RUN = 3  # micro-batches of one bucket one after the other, where the list allows it
-_PULL = 1  # what the random stream is for
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def pull_order(bucket_M: np.ndarray, bounds: np.ndarray, min_buffer: int, seed: 
     counts_nK = count_buckets(bucket_M, bounds, num_buckets)
     limits_K = np.maximum(MAX_RUN, longest_runs(bucket_M, num_buckets))
     tails_nK = _tail_limits(counts_nK, limits_K)
-    generator = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_PULL,)))
+    generator = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(Purpose.PULL,)))
     sampler = _Sampler(bucket_M.tolist(), limits_K.tolist(), min_buffer, generator.random(len(bucket_M)).tolist())
     for wanted_K, tails_K in zip(counts_nK.tolist(), tails_nK[1:].tolist(), strict=True):
         sampler.pull_step(wanted_K, tails_K)
@@ -127,17 +126,18 @@ def buffer_fill(order: np.ndarray, min_buffer: int) -> np.ndarray:
 def deal_step(tokens_G: np.ndarray, world_size: int, accumulation: int) -> list[np.ndarray]:
     """For each rank which of the step's G ≤ world_size × accumulation micro-batches it takes: (accumulation,) int64.
 
-    Longest first, to the rank with the fewest tokens that has a free slot (the first of equals). A rank's places
-    ascend, and free slots are −1 at the end: an empty micro-batch, which weighs nothing in the step's normalisation,
-    so that all ranks make the same number of passes.
+    Longest first, to the rank with the fewest tokens (the first of equals) of those with fewer than
+    ceil(G / world_size) micro-batches: no rank makes more passes than it must, and in a full step, G = world_size ×
+    accumulation, all make the same number. A rank's places ascend, −1 fills them up: nothing is computed for it.
     """
     assert len(tokens_G) <= world_size * accumulation
+    most = -(-len(tokens_G) // world_size)
     dealt: list[list[int]] = [[] for _ in range(world_size)]
     free = [(0, rank) for rank in range(world_size)]  # a heap of (tokens, rank)
     for place in np.argsort(-tokens_G, kind="stable").tolist():
         load, rank = heapq.heappop(free)
         dealt[rank].append(place)
-        if len(dealt[rank]) < accumulation:
+        if len(dealt[rank]) < most:
             heapq.heappush(free, (load + int(tokens_G[place]), rank))
     return [np.array(sorted(places) + [-1] * (accumulation - len(places)), np.int64) for places in dealt]
 

@@ -19,7 +19,15 @@ from dflash_cache.cache.reader import Batch, CacheReader
 from dflash_cache.cache.rejected import read_rejected
 from dflash_cache.config.loading import dump_config
 from dflash_cache.config.settings import Config, TrainSettings
-from dflash_cache.data.plan import BatchLimits, EpochPlan, encode_plan, plan_epoch, step_bounds
+from dflash_cache.data.held_out import split_rows
+from dflash_cache.data.plan import (
+    BatchLimits,
+    EpochPlan,
+    count_micro_batches,
+    encode_plan,
+    plan_epoch,
+    step_bounds,
+)
 from dflash_cache.drafter.device import resolve_device
 from dflash_cache.drafter.frozen import FrozenTarget, load_frozen
 from dflash_cache.drafter.mask_token import choose_mask_token
@@ -28,7 +36,7 @@ from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.drafter.start import start_drafter
 from dflash_cache.drafter.teacher import load_teacher
 from dflash_cache.drafter.weights import TargetFiles
-from dflash_cache.errors import CacheError, ConfigError, RunError
+from dflash_cache.errors import CacheError, RunError
 from dflash_cache.train.average import start_average
 from dflash_cache.train.checkpoint import (
     ORDER,
@@ -37,6 +45,7 @@ from dflash_cache.train.checkpoint import (
     differences,
     latest_path,
     load_checkpoint,
+    restore_best,
 )
 from dflash_cache.train.ranks import Ranks
 from dflash_cache.train.sampler import EpochOrder, order_fingerprint
@@ -200,31 +209,27 @@ def read_frozen(files: TargetFiles, embedding_scale: float, config: Config, devi
     return replace(frozen, teacher=load_teacher(files, dtype, device)) if config.objective.distill > 0 else frozen
 
 
-def split_rows(sample_N: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of training and of held-out samples, both ascending; the split depends on seed and samples alone."""
-    num_held_out = round(share * len(sample_N))
-    if share > 0:
-        num_held_out = max(1, num_held_out)
-    if num_held_out >= len(sample_N):
-        raise ConfigError(
-            f"train.validation_share {share} leaves no sample of {len(sample_N)} to train on; lower it, or cache more."
-        )
-    permutation = np.random.default_rng((seed, len(sample_N))).permutation(len(sample_N))
-    return np.sort(permutation[num_held_out:]), np.sort(permutation[:num_held_out])
-
-
 def plan_training_epoch(config: Config, reader: CacheReader, rows: np.ndarray, epoch: int) -> EpochPlan:
     """The epoch's micro-batches over the index positions `rows`, in the order of the list."""
-    settings = config.train
-    limits = BatchLimits(settings.token_budget, settings.max_samples, settings.order)
-    plan = plan_epoch(reader.index.length[rows], reader.index.bucket[rows], limits, settings.seed, epoch)
+    plan = plan_epoch(
+        reader.index.length[rows], reader.index.bucket[rows], _limits(config.train), config.train.seed, epoch
+    )
     return replace(plan, rows=rows[plan.rows])
 
 
 def count_steps(run: TrainingRun, epoch: int) -> int:
-    """Optimizer steps of the epoch."""
-    step_size = run.config.train.accumulation * run.ranks.world_size
-    return len(step_bounds(run.plan(epoch).num_micro_batches, step_size)) - 1
+    """Optimizer steps of the epoch; its list is made only when training comes to it.
+
+    The learning rate needs the number from the first step on, and epochs differ in it: cuts are counted, 0.1 µs a
+    sample, nothing is ordered or kept.
+    """
+    index, rows, settings = run.reader.index, run.training_rows, run.config.train
+    count = count_micro_batches(index.length[rows], index.bucket[rows], _limits(settings), settings.seed, epoch)
+    return len(step_bounds(count, settings.accumulation * run.ranks.world_size)) - 1
+
+
+def _limits(settings: TrainSettings) -> BatchLimits:
+    return BatchLimits(settings.token_budget, settings.max_samples, settings.order)
 
 
 def write_plan(config: Config, plan: EpochPlan, epoch: int) -> None:
@@ -288,6 +293,8 @@ def _resume(run: TrainingRun) -> None:
         optimizer.load_state_dict(state)
     run.step = checkpoint.step
     run.num_skipped, run.skipped_in_row = checkpoint.num_skipped, checkpoint.skipped_in_row
+    if run.ranks.is_first:
+        restore_best(Path(run.config.run_dir), checkpoint)
 
 
 def _check_ranks(run: TrainingRun) -> None:

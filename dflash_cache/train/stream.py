@@ -6,7 +6,7 @@ the GIL, and nothing has to be shared, locked or replayed.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -66,43 +66,63 @@ def load_micro_batch(
 class ReadAhead(Iterator[Ready], Generic[Item, Ready]):
     """`load` of every item, in order, made ready by `threads`; `items` come with their size in bytes.
 
-    At most `max_bytes` are in flight or waiting (one item always is, however large). An exception of `load` is raised
-    in its place in the order.
+    At most `max_bytes` are loading, waiting, or with the consumer, who has what it took last until it asks again. The
+    rule's one exception: what is asked for at once (a step) is always loaded, however large, and then nothing else is.
+    An exception of `load` is raised in its place in the order, and ends the stream.
     """
 
     def __init__(
         self, items: Iterable[tuple[Item, int]], load: Callable[[Item], Ready], threads: int, max_bytes: int
     ) -> None:
+        self._items = iter(items)
+        self._following = next(self._items, None)
+        self._load = load
+        self._max_bytes = max_bytes
         self._waiting: deque[tuple[Future[Ready], int]] = deque()
-        self._stream = self._read(items, load, threads, max_bytes)
+        self._waiting_bytes = 0
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read-ahead")
 
     def __next__(self) -> Ready:
-        return next(self._stream)
+        taken = self.take(1)
+        if not taken:
+            raise StopIteration
+        return taken[0]
+
+    def take(self, count: int) -> list[Ready]:
+        """The next `count` items, fewer at the end; the consumer must have dropped those it took before."""
+        try:
+            self._read_ahead(count)
+            taken: list[Ready] = []
+            while self._waiting and len(taken) < count:
+                future, num_bytes = self._waiting.popleft()
+                taken.append(future.result())
+                self._waiting_bytes -= num_bytes
+        except BaseException:
+            self.close()
+            raise
+        if not self._waiting and self._following is None:
+            self.close()
+        return taken
 
     def close(self) -> None:
         """Load no more, and end the threads."""
-        self._stream.close()
+        self._following = None
+        for future, _ in self._waiting:
+            future.cancel()
+        self._waiting.clear()
+        self._pool.shutdown()
 
     @property
     def num_ready(self) -> int:
         """How many items are loaded and wait to be taken."""
         return sum(future.done() for future, _ in self._waiting)
 
-    def _read(
-        self, items: Iterable[tuple[Item, int]], load: Callable[[Item], Ready], threads: int, max_bytes: int
-    ) -> Generator[Ready, None, None]:
-        held_bytes = 0
-        with ThreadPoolExecutor(threads, thread_name_prefix="read-ahead") as pool:
-            try:
-                for item, num_bytes in items:
-                    while self._waiting and held_bytes + num_bytes > max_bytes:
-                        future, size = self._waiting.popleft()
-                        yield future.result()
-                        held_bytes -= size
-                    self._waiting.append((pool.submit(load, item), num_bytes))
-                    held_bytes += num_bytes
-                while self._waiting:
-                    yield self._waiting.popleft()[0].result()
-            finally:
-                for future, _ in self._waiting:
-                    future.cancel()
+    def _read_ahead(self, count: int) -> None:
+        """Begin to load the `count` items about to be taken, and what fits beside them until the next call."""
+        while self._following is not None:
+            item, num_bytes = self._following
+            if len(self._waiting) >= count and self._waiting_bytes + num_bytes > self._max_bytes:
+                return
+            self._waiting.append((self._pool.submit(self._load, item), num_bytes))
+            self._waiting_bytes += num_bytes
+            self._following = next(self._items, None)

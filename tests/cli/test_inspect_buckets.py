@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 from dflash_cache.cache.index import open_index
+from dflash_cache.config.settings import TrainSettings
+from dflash_cache.data.mixing import measure_mix
+from dflash_cache.data.plan import decode_plan
+from dflash_cache.train.sampler import EpochOrder
 from dflash_cli.bucket_pictures import MAX_BARS, _draw_steps
 
 OPTIONS = ("--token-budget", 128, "--accumulation", 3, "--world-size", 2)
@@ -107,3 +111,36 @@ def test_it_answers_without_loading_torch(cache) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_it_plans_what_training_sees_without_the_held_out_samples(dflash, cache, project) -> None:
+    assert dflash("train", project, "--set", "train.max_steps=1").code == 0
+    plan = decode_plan((project.parent / "run" / "plans" / "epoch-000.parquet").read_bytes())
+    options = ("--token-budget", 128, "--accumulation", 3, "--validation-share", 0.1)
+    report = json.loads(dflash("inspect-buckets", cache, "--json", *options).out)
+    order = EpochOrder.from_plan(plan, TrainSettings(token_budget=128, accumulation=3), 0)
+    figures = measure_mix(plan.bucket[order.order], order.bounds, 3, report["padding_efficiency"])
+    assert report["mix"]["interleaved"] == json.loads(json.dumps(figures.to_dict()))
+    assert report["held_out_samples"] == 60 - len(plan.rows) == 6
+    assert report["num_micro_batches"] == plan.num_micro_batches
+    assert report["padding_efficiency"] == pytest.approx(plan.tokens.sum() / plan.padded_tokens.sum())
+
+
+def test_it_says_how_the_remainder_is_spread_and_which_buckets_can_be_missed(dflash, cache) -> None:
+    outcome = dflash("inspect-buckets", cache, "--token-budget", 128)
+    count = json.loads(dflash("inspect-buckets", cache, "--json", "--token-budget", 128).out)["num_micro_batches"]
+    size = count - 1  # one is left over
+    outcome = dflash("inspect-buckets", cache, "--token-budget", 128, "--accumulation", size)
+    sizes = str(count // 2) if count % 2 == 0 else f"{count // 2} or {count // 2 + 1}"
+    assert f"2 steps of {sizes} (at most {size}; what is left over is spread)." in outcome.out
+    assert "* of those with a share of one micro-batch a step or more" in outcome.out
+    whole = dflash("inspect-buckets", cache, "--token-budget", 128, "--accumulation", count)
+    assert f" 1 steps of {count}." in whole.out
+
+
+def test_a_cache_without_samples_is_refused_with_what_to_do(dflash, cache) -> None:
+    for path in [*cache.glob("index/*"), *cache.glob("bucket-*/*")]:
+        path.unlink()
+    outcome = dflash("inspect-buckets", cache)
+    assert outcome.code == 2
+    assert outcome.err == f"Error: The cache at {cache} holds no samples yet: run `dflash generate` first.\n"

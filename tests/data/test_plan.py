@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dflash_cache.data.mixing import longest_runs
 from dflash_cache.data.plan import (
     BatchLimits,
+    count_micro_batches,
     decode_plan,
     encode_plan,
     interleave_buckets,
@@ -191,3 +192,9 @@ def test_a_damaged_list_is_refused():
     data = encode_plan(plan_epoch(np.array([3, 4]), np.array([0, 0]), BatchLimits(8, 8), 0, 0))
     with pytest.raises(RunError, match=r"The epoch's list is damaged \(.*\): remove the file, `dflash train` writes"):
         decode_plan(data[: len(data) // 2])
+
+
+@given(corpora(), limits_of_batches, seeds, st.integers(0, 50))
+def test_micro_batches_are_counted_without_being_ordered(corpus, limits, seed, epoch):
+    count = count_micro_batches(*corpus, limits, seed, epoch)
+    assert count == plan_epoch(*corpus, limits, seed, epoch).num_micro_batches

@@ -10,6 +10,7 @@ from dflash_cache.errors import RunError
 from dflash_cache.train.checkpoint import (
     ORDER,
     Checkpoint,
+    best_mark,
     best_path,
     best_score,
     check_identity,
@@ -98,9 +99,9 @@ def test_the_last_few_are_kept(tmp_path: Path, keep: int) -> None:
 
 def test_the_best_outlives_the_last_few_until_another_is_better(tmp_path: Path) -> None:
     for step in range(1, 8):
-        path = save_checkpoint(tmp_path, small(step), keep=2)
+        save_checkpoint(tmp_path, small(step), keep=2)
         if step in (2, 6):
-            mark_best(tmp_path, path, step, acceptance_estimate=step)
+            mark_best(tmp_path, best_mark(tmp_path, step, step))
         if step == 5:
             assert kept(tmp_path) == [2, 4, 5]
             assert best_path(tmp_path) == checkpoints_dir(tmp_path) / "step-000002.pt"
@@ -130,13 +131,14 @@ def test_a_folder_that_never_saw_a_run_has_neither_a_latest_nor_a_best(tmp_path:
 
 def test_a_best_mark_whose_file_was_removed_names_nothing(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, small(1), keep=2)
-    mark_best(tmp_path, path, 1, 2.5)
+    mark_best(tmp_path, best_mark(tmp_path, 1, 2.5))
     path.unlink()
     assert best_path(tmp_path) is None
 
 
 def test_a_best_score_of_a_later_step_does_not_count(tmp_path: Path) -> None:
-    mark_best(tmp_path, save_checkpoint(tmp_path, small(20), keep=2), 20, 2.5)
+    save_checkpoint(tmp_path, small(20), keep=2)
+    mark_best(tmp_path, best_mark(tmp_path, 20, 2.5))
     assert best_score(tmp_path, 20) == 2.5
     assert best_score(tmp_path, 19) == float("-inf")
 

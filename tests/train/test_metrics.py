@@ -240,3 +240,18 @@ def test_wandb_offline_leaves_a_run_folder_with_the_records_names(
         assert name.encode() in stored
     for name in ("train/text", "train/batch", "bucket_1_loss"):
         assert name.encode() not in stored
+
+
+def test_numbers_that_are_not_finite_are_null_for_any_reader_of_json(tmp_path: Path) -> None:
+    def refuse(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    path = tmp_path / "log.jsonl"
+    with JsonLines(path) as sink:
+        sink({"step": 1, "loss": math.nan, "list": [math.inf, 2.0], "batch": {"bucket_0_loss": -math.inf, "kl": 0.5}})
+    assert json.loads(path.read_text(), parse_constant=refuse) == {
+        "step": 1,
+        "loss": None,
+        "list": [None, 2.0],
+        "batch": {"bucket_0_loss": None, "kl": 0.5},
+    }

@@ -101,3 +101,18 @@ def test_a_place_that_no_rank_or_two_ranks_trained_is_our_mistake(times: int) ->
     table[1] = times * table[0]
     with pytest.raises(AssertionError, match="a place of the step was trained by no rank, or by several"):
         EpochMix(np.array([0, 0]), 0, 1).add(table)
+
+
+@given(lists, lists, st.integers(1, 9))
+def test_a_run_goes_on_from_one_epoch_into_the_next_and_shares_begin_anew(
+    first: list[int], second: list[int], size: int
+) -> None:
+    before = EpochMix(np.array(first), len(first), NUM_BUCKETS).last_run
+    mix = EpochMix(np.array(second), 0, NUM_BUCKETS, before)
+    found = [mix.add(table) for table in tables(second, step_bounds(len(second), size))]
+    bucket_R, length_R = find_runs(np.array(first + second))
+    ends = np.cumsum(length_R)
+    assert max(figures["longest_run"] for figures in found) == length_R[ends > len(first)].max()
+    assert mix.last_run == (bucket_R[-1], length_R[-1])
+    shares = 100 * np.bincount(second, minlength=NUM_BUCKETS) / len(second)
+    assert [found[-1][f"bucket_{k}_running_pct"] for k in range(NUM_BUCKETS)] == pytest.approx(shares)

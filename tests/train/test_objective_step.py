@@ -44,8 +44,11 @@ def with_last(config, cache_with_last, **objective: object):
     return validate_config(tree | {"cache_dir": cache_with_last.cache_dir}, "test")
 
 
-def slow_objective(run, micro_batches, cap_lambda: float) -> torch.Tensor:
-    """Weighted mean cross-entropy of the step's slots + λ · mean entropy of its right ones, from whole logits."""
+def slow_objective(run, micro_batches, cap_lambda: float) -> torch.Tensor | None:
+    """Weighted mean cross-entropy of the step's slots + λ · mean entropy of its right ones, from whole logits.
+
+    None where fewer than four are right.
+    """
     gamma = decay_gamma(run.drafter.shape.block_size)
     weighted, weights, entropies = [], [], []
     for micro_batch in micro_batches:
@@ -59,7 +62,8 @@ def slow_objective(run, micro_batches, cap_lambda: float) -> torch.Tensor:
             weighted.append(weights[-1] * -log_p[label])
             if int(log_p.argmax()) == label:
                 entropies.append(-(log_p.exp() * log_p).sum())
-    assert len(entropies) > 3
+    if len(entropies) < 4:
+        return None
     return torch.stack(weighted).sum() / sum(weights) + cap_lambda * torch.stack(entropies).mean()
 
 
@@ -68,7 +72,7 @@ def test_a_steps_loss_and_gradient_are_the_formulas_over_all_its_micro_batches(c
     config = with_objective(configure("run", learning_rate=3e-2), cap_lambda=cap_lambda)
     with open_run(config) as run:
         for part in steps(run):
-            expected = slow_objective(run, part.micro_batches, cap_lambda) if run.step == 3 else None
+            expected = slow_objective(run, part.micro_batches, cap_lambda)
             if expected is not None:
                 gradients = torch.autograd.grad(expected, list(run.drafter.parameters()))
                 norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
@@ -76,6 +80,7 @@ def test_a_steps_loss_and_gradient_are_the_formulas_over_all_its_micro_batches(c
             run.step += 1
             if expected is not None:
                 break
+    assert expected is not None
     assert len(part.micro_batches) == 4
     assert record["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
     assert record["gradient_norm"] == pytest.approx(float(norm), rel=1e-3)

@@ -1,8 +1,10 @@
 """Runs on one, two and four ranks: the same curves; killed or stopped anywhere, and resumed: the same bits."""
 
+import os
 import shutil
 import signal
 import threading
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,11 +27,14 @@ from train.rank_runs import (
 
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.data import plan
+from dflash_cache.data.held_out import split_rows
 from dflash_cache.drafter.anchors import draw_anchors
 from dflash_cache.errors import RunError
+from dflash_cache.train import loop, setup
+from dflash_cache.train.checkpoint import BEST, best_path, checkpoints_dir, latest_path
 from dflash_cache.train.loop import train
 from dflash_cache.train.ranks import Ranks, _split_bytes, join_ranks
-from dflash_cache.train.setup import split_rows
+from dflash_cache.train.stream import MicroBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -176,3 +181,85 @@ def test_a_rank_that_finds_a_damaged_sample_says_so_and_ends_all(configure, tmp_
     lost, damage = sorted((text for _, text in outcomes), key=lambda text: text.startswith("Sample"))
     assert damage.startswith(f"Sample {broken} cannot be read from shard ")
     assert "has lost another rank" in lost
+
+
+class Interrupted(BaseException):
+    """As a kill: nothing of ours catches it."""
+
+
+def test_a_run_killed_between_its_best_checkpoint_and_the_mark_has_the_mark_when_it_goes_on(
+    configure, monkeypatch
+) -> None:
+    whole, parts = (configure(name, max_steps=3, validate_every=3) for name in ("whole", "parts"))
+    assert train(whole, [])
+
+    def die(*_: object) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(loop, "mark_best", die)
+        train(parts, [])
+    assert final_state(parts)[0] == 3
+    assert best_path(Path(parts.run_dir)) is None
+    assert train(parts, [])
+    marks = [(checkpoints_dir(Path(config.run_dir)) / BEST).read_text() for config in (whole, parts)]
+    assert marks[0] == marks[1]
+    assert best_path(Path(parts.run_dir)) == latest_path(Path(parts.run_dir))
+
+
+@pytest.mark.parametrize("read_ahead_bytes", [1, 100_000])
+def test_states_in_memory_stay_within_the_bytes_set_or_those_of_one_step(
+    configure, monkeypatch, read_ahead_bytes
+) -> None:
+    config = configure("run", read_ahead_bytes=read_ahead_bytes, reader_threads=1, validation_share=0.0)
+    load = loop.load_micro_batch
+    alive: weakref.WeakSet[MicroBatch] = weakref.WeakSet()
+    held: list[int] = []
+
+    def load_and_count(*arguments) -> MicroBatch:
+        micro_batch = load(*arguments)
+        alive.add(micro_batch)
+        held.append(sum(each.batch.hidden_STLH.nbytes for each in list(alive)))
+        return micro_batch
+
+    monkeypatch.setattr(loop, "load_micro_batch", load_and_count)
+    monkeypatch.setattr(MicroBatch, "__hash__", object.__hash__)
+    records: list[dict] = []
+    train(config, [records.append])
+    with CacheReader(Path(config.cache_dir)) as reader:
+        token_bytes = reader.read_batch(np.array([0])).hidden_STLH[0, 0].nbytes
+    steps = [record["tokens"] / record["batch"]["padding_efficiency"] * token_bytes for record in records]
+    assert max(held) <= max(read_ahead_bytes, *steps) + 1
+    assert len(held) == sum(record["batch"]["micro_batches"] for record in records)
+
+
+def test_an_epochs_list_is_made_when_training_comes_to_it_and_resuming_makes_the_same(configure, monkeypatch) -> None:
+    planned: list[int] = []
+    plan_epoch = setup.plan_epoch
+
+    def record(lengths, buckets, limits, seed, epoch):
+        planned.append(epoch)
+        return plan_epoch(lengths, buckets, limits, seed, epoch)
+
+    monkeypatch.setattr(setup, "plan_epoch", record)
+    config, whole = configure("run", validation_share=0.0), configure("whole", validation_share=0.0)
+    assert train(configure("run", validation_share=0.0, epochs=2), [stop_at(2)]) is False
+    assert set(planned) == {0}
+    lists = Path(config.run_dir) / "plans"
+    assert [path.name for path in lists.iterdir()] == ["epoch-000.parquet"]
+    assert train(config, [])
+    assert set(planned) == {0, 1}
+    assert train(whole, [])
+    for name in ("epoch-000.parquet", "epoch-001.parquet"):
+        assert (lists / name).read_bytes() == (Path(whole.run_dir) / "plans" / name).read_bytes()
+    assert_same_bits(config, whole)
+
+
+def stop_at(step: int):
+    """A sink that asks this process to stop."""
+
+    def sink(record) -> None:
+        if record["step"] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return sink

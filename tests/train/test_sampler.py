@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dflash_cache.config.settings import TrainSettings
 from dflash_cache.data.mixing import count_buckets, longest_runs, measure_mix
-from dflash_cache.data.plan import BatchLimits, interleave_buckets, plan_epoch, step_bounds
+from dflash_cache.data.plan import BatchLimits, interleave_buckets, plan_epoch, plan_jobs, step_bounds
 from dflash_cache.train.sampler import EpochOrder, buffer_fill, deal_step, order_fingerprint, pull_order
 
 seeds = st.integers(0, 2**40)
@@ -319,3 +319,38 @@ def test_two_epochs_share_no_more_pairs_of_neighbours_than_chance():
         before = after
     # a sum of rare events, nearly Poisson: within four deviations of chance
     assert abs(shared - expected) < 4 * expected**0.5
+
+
+def test_no_two_random_streams_of_a_seed_are_the_same(monkeypatch):
+    made = []
+    seed_sequence = np.random.SeedSequence
+
+    def record(entropy, spawn_key=()):
+        made.append((entropy, tuple(int(key) for key in spawn_key)))
+        return seed_sequence(entropy, spawn_key=spawn_key)
+
+    monkeypatch.setattr(np.random, "SeedSequence", record)
+    lengths = np.repeat([10, 20, 30], 20)
+    plan = plan_epoch(lengths, lengths // 10 - 1, BatchLimits(60, 2), 7, 0)
+    plan_jobs(lengths, lengths // 10 - 1, 60, 7)
+    EpochOrder.from_plan(plan, TrainSettings(seed=7), 0)
+    assert len(made) == 3 + 1 + 1 + 1  # each bucket's cut, the list, the jobs, the pull
+    assert {entropy for entropy, _ in made} == {(7, 0)}
+    assert len({key for _, key in made}) == len(made)
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=40), st.integers(1, 8), st.integers(0, 5))
+def test_no_rank_makes_more_passes_than_it_must_and_each_gets_the_longest_left_when_it_has_least(
+    tokens, world_size, spare
+):
+    most = -(-len(tokens) // world_size)
+    dealt = deal_step(np.array(tokens), world_size, most + spare)
+    counts = [int((places >= 0).sum()) for places in dealt]
+    assert max(counts) == most
+    if len(tokens) == most * world_size:
+        assert counts == [most] * world_size
+    slow = [[] for _ in range(world_size)]
+    for place in sorted(range(len(tokens)), key=lambda place: (-tokens[place], place)):
+        room = [mine for mine in slow if len(mine) < most]
+        min(room, key=lambda mine: sum(tokens[i] for i in mine)).append(place)
+    assert [places[places >= 0].tolist() for places in dealt] == [sorted(mine) for mine in slow]

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 from train.rank_runs import COMPLETE, KILLED, Fate, final_state, run_ranks
 
 from dflash_cache.config.settings import TrainSettings
+from dflash_cache.data.held_out import split_rows
 from dflash_cache.errors import ConfigError
-from dflash_cache.train.setup import make_optimizers, split_rows
+from dflash_cache.train.setup import make_optimizers
 
 
 def options(**changes: object) -> TrainSettings:

@@ -163,3 +163,20 @@ def test_items_are_taken_from_an_endless_order_only_as_they_are_needed() -> None
 
 def test_an_empty_order_gives_nothing() -> None:
     assert list(ReadAhead([], lambda item: item, 2, 10)) == []
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=30), thread_counts, byte_limits, st.integers(1, 6))
+@settings(deadline=None, max_examples=100)
+def test_a_step_taken_at_once_is_held_with_what_is_read_ahead_within_the_bytes_unless_it_is_larger_alone(
+    sizes: list[int], threads: int, max_bytes: int, count: int
+) -> None:
+    ledger = Ledger(sizes)
+    stream = ReadAhead(sized(sizes), ledger.load, threads, max_bytes)
+    steps = [list(range(begin, min(begin + count, len(sizes)))) for begin in range(0, len(sizes), count)]
+    largest = max(sum(sizes[i] for i in step) for step in steps)
+    for step in steps:
+        assert stream.take(count) == step
+        for item in step:
+            ledger.release(item)
+    assert stream.take(count) == []
+    assert max(map(sum, ledger.seen)) <= max(max_bytes, largest)
