@@ -86,7 +86,7 @@ class ReadAhead(Iterator[Ready], Generic[Item, Ready]):
         """The next `count` items, fewer at the end; the consumer must have dropped those it took before."""
         try:
             self._read_ahead(count)
-            taken = []
+            taken: list[Ready] = []
             while self._waiting and len(taken) < count:
                 future, num_bytes = self._waiting.popleft()
                 taken.append(future.result())
