@@ -272,7 +272,9 @@ def show(report: dict[str, Any]) -> None:
             f"{mix['single_share']:.1%}",
         )
     console.print(orders)
-    console.print("* of those with a share of one micro-batch a step or more; rarer ones cannot be in every step.")
+    console.print(
+        "* of those with a share of one micro-batch a step or more; rarer ones cannot be in all.", soft_wrap=True
+    )
     if "bounds" in report:
         _show_bounds(report["bounds"])
 
