@@ -11,10 +11,12 @@ import os
 import random
 import select
 import signal
+import stat
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dflash_cache.cache.layout import manifest_path
 from dflash_cache.config.loading import load_config
@@ -24,7 +26,21 @@ from dflash_cache.target import crew
 from dflash_cache.target.generate import generate
 from dflash_cache.target.observer import Estimate, Observer
 
+_run_worker = crew._run_worker
+
+
+def run_forked_worker(*arguments: Any) -> None:
+    """A worker without the driver's sockets, as a spawned one is: else it waits for a dead driver's answer for ever."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError):  # the listing's own
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.dup2(nothing, number)  # and not closed: the number stays taken
+    _run_worker(*arguments)
+
+
 crew.get_context = lambda _: multiprocessing.get_context("fork")  # type: ignore[assignment]  # no imports here either
+crew._run_worker = run_forked_worker
 FINISHED, FAILED, LOCKED = 0, 2, 3
 HANGS_SECONDS = 120.0  # a run takes less than one
 
