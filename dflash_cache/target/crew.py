@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -32,6 +33,7 @@ from dflash_cache.target.work import work
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.2
+_MEETING = timedelta(seconds=10)  # the store listens before any worker starts; meanwhile the cache stays locked
 _INTERRUPTED = 130
 
 
@@ -117,7 +119,10 @@ def on_device(config: Config, device: str) -> Config:
 def _run_worker(config: Config, address: tuple[int, Any], rank: int, num_workers: int) -> None:
     """What a worker process does; it tells its error through the store, and ends with a code that is not 0."""
     port, _lock = address
-    store = TCPStore(_LOOPBACK, port, is_master=False, wait_for_workers=False)
+    try:
+        store = TCPStore(_LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=_MEETING)
+    except DistError:  # whoever started this worker is gone, and has no use for what it would do
+        sys.exit(_INTERRUPTED)
     try:
         with terminate_like_interrupt():
             if config.target.device == "cpu":  # workers on one CPU share its cores

@@ -1,17 +1,18 @@
 """Speculative decoding gives the target's own answer, whatever the drafter says."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from dflash_cache.config.settings import DrafterSettings
+from dflash_cache.config.settings import DrafterSettings, TargetSettings
 from dflash_cache.decode.evaluate import Limits, answer_plainly, compare, evaluate
 from dflash_cache.decode.speculate import Decoded, count_agreeing, decode_plainly, decode_speculatively
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.errors import RunError
-from dflash_cache.target.load import Target
+from dflash_cache.target.load import Target, load_target
 
 PROMPTS = [[5, 9, 11], [7, 7, 8, 30, 41, 2, 9, 10], [99]]
 
@@ -91,9 +92,11 @@ def test_an_evaluation_counts_passes_and_compares_outputs(llama: Target) -> None
 
 
 def test_the_drafters_own_layers_are_captured_whatever_the_targets_settings_say(
-    llama: Target, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states that the drafter is given are those of an unbatched forward, index k + 1 behind layer k."""
+    settings = TargetSettings(model=str(llama_folder), dtype="float32", device="cpu", layer_ids=(0, 2, 4))
+    llama = load_target(settings)  # one of its own: `output_hidden_states` leaves hooks behind
     layer_ids = tuple(k + 1 for k in llama.layer_ids[:2])
     drafter = make_drafter(replace(llama, layer_ids=layer_ids))
     assert layer_ids != llama.layer_ids
