@@ -132,7 +132,7 @@ class Stages:
         trained = bench.measure(open_drafter(self._config, None), "With the trained drafter")
         show(trained)
         with open_run(self._config.model_copy(update={"run_dir": str(run_dir / "untrained")})) as fresh:
-            untrained = bench.measure(fresh.drafter.eval(), "With an untrained drafter", 4)
+            untrained = bench.measure(fresh.drafter.eval(), "With an untrained drafter", 2)
         return {**measured, "trained": trained.to_dict(), "untrained": untrained.to_dict()}
 
     def _read(self) -> Figures:
