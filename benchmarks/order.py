@@ -111,7 +111,7 @@ def time_stream(reader: CacheReader, plan: EpochPlan, threads: int) -> float:
     )
     stream = ReadAhead(
         items,
-        lambda place: load_micro_batch(reader, plan.rows_of(place), int(plan.bucket[place]), DRAW),
+        lambda place: load_micro_batch(reader.read_batch, plan.rows_of(place), int(plan.bucket[place]), DRAW),
         threads,
         1 << 28,
     )
