@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from order import LAYERS, draw_lengths
+from order import draw_lengths, make_manifest
 
 from dflash_cache.cache.index import commit_fragment, consolidate
-from dflash_cache.cache.layout import Manifest, shard_name, write_manifest
+from dflash_cache.cache.layout import shard_name, write_manifest
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 
 LONGEST = 8192
@@ -30,15 +30,7 @@ def make_index(folder: Path, num_samples: int) -> None:
     lengths = draw_lengths(num_samples, LONGEST)
     bounds = quantile_bounds(lengths, 6, LONGEST)
     buckets = assign_buckets(lengths, bounds)
-    write_manifest(
-        folder,
-        Manifest(
-            tool_version="benchmark", target_model="none", target_revision=None, target_fingerprint="0",
-            tokenizer_fingerprint="0", template_fingerprint="0", mask_rule="none", layer_ids=LAYERS,
-            target_num_layers=32, hidden_size=2048, vocab_size=1000, dtype="bfloat16", bucket_bounds=bounds,
-            max_length=LONGEST, data_fingerprint="0", num_samples=num_samples, order_seed=0,
-        ),
-    )  # fmt: skip
+    write_manifest(folder, make_manifest(bounds, num_samples))
     for bucket in range(len(bounds)):
         members = np.flatnonzero(buckets == bucket)
         ends = np.cumsum(lengths[members], dtype=np.int64)

@@ -54,19 +54,21 @@ def measure_sampler(num_samples: int) -> tuple[int, float]:
     return plan.num_micro_batches, time.perf_counter() - started
 
 
+def make_manifest(bounds: tuple[int, ...], num_samples: int) -> Manifest:
+    """Of a cache of a target that does not exist."""
+    return Manifest(
+        tool_version="benchmark", target_model="none", target_revision=None, target_fingerprint="0",
+        tokenizer_fingerprint="0", template_fingerprint="0", mask_rule="none", layer_ids=LAYERS,
+        target_num_layers=32, hidden_size=HIDDEN, vocab_size=1000, dtype="bfloat16", bucket_bounds=bounds,
+        max_length=bounds[-1], data_fingerprint="0", num_samples=num_samples, order_seed=0,
+    )  # fmt: skip
+
+
 def make_cache(folder: Path, lengths: np.ndarray) -> None:
     """A cache of random states, one shard a bucket."""
     bounds = quantile_bounds(lengths, 6, LONGEST)
     buckets = assign_buckets(lengths, bounds)
-    write_manifest(
-        folder,
-        Manifest(
-            tool_version="benchmark", target_model="none", target_revision=None, target_fingerprint="0",
-            tokenizer_fingerprint="0", template_fingerprint="0", mask_rule="none", layer_ids=LAYERS,
-            target_num_layers=32, hidden_size=HIDDEN, vocab_size=1000, dtype="bfloat16", bucket_bounds=bounds,
-            max_length=LONGEST, data_fingerprint="0", num_samples=len(lengths), order_seed=0,
-        ),
-    )  # fmt: skip
+    write_manifest(folder, make_manifest(bounds, len(lengths)))
     generator = torch.Generator().manual_seed(0)
     for bucket in range(len(bounds)):
         members = np.flatnonzero(buckets == bucket)

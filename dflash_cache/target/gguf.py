@@ -66,7 +66,7 @@ def _read_gguf(gguf_file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         raise TargetError(
             f"Reading {gguf_file} needs the packages gguf and accelerate: run `pip install 'dflash-cache[demo]'`."
         ) from None
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise TargetError(
             f"The GGUF file {gguf_file} cannot be read ({first_line(error)}): fetch it again, or use a model of a "
             "family that transformers reads from GGUF."
