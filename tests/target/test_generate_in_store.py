@@ -72,21 +72,42 @@ def put_shards(server: S3Server) -> list[Path]:
     return sorted((server.folder / "cache").glob("bucket-*/*"))
 
 
-def generate_and_kill_itself(config: Config, put: Path, num_put: int, call: int, poll_seconds: float) -> None:
-    """Kills itself at the first forward from `call` on that finds so many shards in the store."""
+def wait_for_rows(folder: Path, seconds: float = 60.0) -> None:
+    """The thread that seals and lists shards may be far behind the forwards on a busy machine."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and cached_rows(folder).num_rows == 0:
+        time.sleep(0.05)
+
+
+def generate_and_kill_itself(
+    config: Config, put: Path, num_put: int, call: int, poll_seconds: float, staged: bool
+) -> None:
+    """Kills itself at the first forward from `call` on that finds so many shards in the store.
+
+    With `staged`, not before some samples are safe in the staging folder.
+    """
     for (module, name), seconds in shorten_pauses(poll_seconds).items():
         setattr(module, name, seconds)
 
     def kill(current: int) -> None:
         if current >= call and len(list(put.glob("bucket-*/*"))) >= num_put:
+            if staged:
+                wait_for_rows(staging_folder(config.cache_dir, config.remote))
             os.kill(os.getpid(), signal.SIGKILL)
 
     generate(config, Listener(kill))
 
 
-def run_and_kill(config: Config, server: S3Server, num_put: int = 0, call: int = 2, poll_seconds: float = 0.02) -> None:
+def run_and_kill(
+    config: Config,
+    server: S3Server,
+    num_put: int = 0,
+    call: int = 2,
+    poll_seconds: float = 0.02,
+    staged: bool = False,
+) -> None:
     """In a new process: one forked from this one, which has the threads of an S3 client, may wait for ever."""
-    arguments = (config, server.folder / "cache", num_put, call, poll_seconds)
+    arguments = (config, server.folder / "cache", num_put, call, poll_seconds, staged)
     process = multiprocessing.get_context("spawn").Process(target=generate_and_kill_itself, args=arguments)
     process.start()
     process.join(120)
@@ -151,7 +172,7 @@ def stop_first(call: int, machine: str) -> None:
 def test_what_waits_after_a_kill_is_put_and_not_made_again_unless_the_store_has_it_by_now(
     configure, in_store, server, tmp_path
 ) -> None:
-    run_and_kill(in_store(), server, call=12, poll_seconds=1000.0)  # nothing is put before the kill
+    run_and_kill(in_store(), server, call=12, poll_seconds=1000.0, staged=True)  # nothing is put before the kill
     folder = staging_folder(in_store().cache_dir, in_store().remote)
     safe = cached_rows(folder)["length"].to_numpy().sum()
     assert safe > 0
