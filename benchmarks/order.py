@@ -1,7 +1,7 @@
 """What the order costs: the sampler without data, and the stream with data against the reader alone.
 
 `batches_per_second`: micro-batches of an epoch of a million samples that the sampler orders and deals to a rank.
-`stream_over_reader`: micro-batches a second of the whole stream (order, reading ahead, checksums, blocks drawn) over
+`stream_over_reader`: micro-batches a second of the whole stream (order, reading ahead, checksums, anchors drawn) over
 those of threads that only read the same batches, of a cache as it is made of a target with five captured layers of
 2,048. Both run in turn in one process, so that the ratio survives a machine whose speed drifts; files lie in the
 page cache, so that reading is as fast as it can be.
@@ -30,11 +30,11 @@ from dflash_cache.config.settings import TrainSettings
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.plan import BatchLimits, EpochPlan, plan_epoch
 from dflash_cache.train.sampler import EpochOrder
-from dflash_cache.train.stream import BlockDraw, ReadAhead, load_micro_batch
+from dflash_cache.train.stream import AnchorDraw, ReadAhead, load_micro_batch
 
 LAYERS, HIDDEN, LONGEST = (1, 8, 15, 22, 29), 2048, 1024
 SETTINGS = TrainSettings(token_budget=2048, accumulation=4)
-DRAW = BlockDraw(block_size=16, count=SETTINGS.anchors_per_sample, seed=0, epoch=0)
+DRAW = AnchorDraw(count=SETTINGS.anchors_per_sample, seed=0, epoch=0)
 
 
 def draw_lengths(count: int, longest: int) -> np.ndarray:

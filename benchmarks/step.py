@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from dflash_cache.config.settings import ObjectiveSettings
-from dflash_cache.drafter.anchors import Blocks, make_blocks
+from dflash_cache.drafter.anchors import Blocks, make_blocks, pad_anchors
 from dflash_cache.drafter.attention import rotary_table, rotate
 from dflash_cache.drafter.frozen import FrozenTarget
 from dflash_cache.drafter.loss import block_loss
@@ -105,7 +105,7 @@ def main() -> None:
     states = torch.randn(S, T, 5, SMOLLM2.hidden_size)
     ids = torch.randint(0, SMOLLM2.vocab_size, (S, T))
     anchors = [torch.randperm(T - 9)[:A].sort().values.numpy() for _ in range(S)]
-    blocks = make_blocks(ids, torch.ones(S, T, dtype=torch.bool), anchors, SMOLLM2.block_size)
+    blocks = make_blocks(ids, torch.ones(S, T, dtype=torch.bool), pad_anchors(anchors), SMOLLM2.block_size)
     seconds: dict[str, list[float]] = {"ours": [], "plain": []}
     for _ in range(arguments.repeat + 1):  # the first round warms up
         found = {}

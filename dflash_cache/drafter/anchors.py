@@ -27,12 +27,6 @@ class Blocks:
     labels_SAK: Tensor
     mask_SAK: Tensor
 
-    def to(self, device: torch.device) -> "Blocks":
-        """The same blocks on another device."""
-        return Blocks(
-            self.anchors_SA.to(device), self.tokens_SA.to(device), self.labels_SAK.to(device), self.mask_SAK.to(device)
-        )
-
 
 def draw_anchors(loss_mask_T: np.ndarray, count: int, seed: tuple[int, int, int]) -> np.ndarray:
     """At most `count` distinct anchors of one sample, ascending; `seed` is (seed, epoch, sample)."""
@@ -43,17 +37,19 @@ def draw_anchors(loss_mask_T: np.ndarray, count: int, seed: tuple[int, int, int]
     return np.sort(np.random.default_rng(seed).choice(valid, size=count, replace=False))
 
 
-def make_blocks(input_ids_ST: Tensor, loss_mask_ST: Tensor, anchors: list[np.ndarray], block_size: int) -> Blocks:
-    """Labels and supervision of the blocks at `anchors` (one array a sample) of a padded micro-batch."""
-    S, T = input_ids_ST.shape
-    A = max(1, *(len(row) for row in anchors))
-    anchors_SA = torch.zeros(S, A, dtype=torch.int64)
-    real_SA = torch.zeros(S, A, dtype=torch.bool)
+def pad_anchors(anchors: list[np.ndarray]) -> Tensor:
+    """One array of anchors a sample as (S, A) int64, padded with -1; A is 1 at least."""
+    padded_SA = np.full((len(anchors), max(1, *(len(row) for row in anchors))), -1, dtype=np.int64)
     for s, row in enumerate(anchors):
-        anchors_SA[s, : len(row)] = torch.from_numpy(row)
-        real_SA[s, : len(row)] = True
+        padded_SA[s, : len(row)] = row
+    return torch.from_numpy(padded_SA)
 
-    positions_SAK = anchors_SA[..., None] + torch.arange(1, block_size)
+
+def make_blocks(input_ids_ST: Tensor, loss_mask_ST: Tensor, padded_SA: Tensor, block_size: int) -> Blocks:
+    """Labels and supervision of the blocks at `pad_anchors`' anchors of a padded micro-batch, on its device."""
+    T = input_ids_ST.shape[1]
+    anchors_SA, real_SA = padded_SA.clamp(min=0), padded_SA >= 0
+    positions_SAK = anchors_SA[..., None] + torch.arange(1, block_size, device=padded_SA.device)
     inside_SAK = positions_SAK < T
     flat = positions_SAK.clamp(max=T - 1).flatten(1)
     supervised_SAK = loss_mask_ST.gather(1, flat).view_as(inside_SAK) & inside_SAK & real_SA[..., None]

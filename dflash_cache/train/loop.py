@@ -19,6 +19,7 @@ import torch
 
 from dflash_cache.config.settings import Config, ObjectiveSettings
 from dflash_cache.data.plan import EpochPlan
+from dflash_cache.drafter.anchors import make_blocks
 from dflash_cache.drafter.frozen import FrozenTarget
 from dflash_cache.drafter.loss import BlockLoss, Extra, SoftLabels, block_loss
 from dflash_cache.drafter.model import Drafter
@@ -34,7 +35,7 @@ from dflash_cache.train.sampler import EpochOrder, buffer_fill
 from dflash_cache.train.schedules import learning_rate
 from dflash_cache.train.setup import VALIDATION_EPOCH, TrainingRun, open_run, plan_training_epoch, write_plan
 from dflash_cache.train.signals import StopRequest
-from dflash_cache.train.stream import BlockDraw, MicroBatch, ReadAhead, load_micro_batch
+from dflash_cache.train.stream import AnchorDraw, MicroBatch, ReadAhead, load_micro_batch
 
 MAX_NAMED = 8  # samples that are named where a step was not finite
 
@@ -139,9 +140,8 @@ def micro_batch_stream(
 ) -> ReadAhead[int, MicroBatch]:
     """The micro-batches at these places of the list, read ahead in this order."""
     settings = run.config.train
-    shape = run.drafter.shape
     manifest = run.reader.manifest
-    draw = BlockDraw(shape.block_size, settings.anchors_per_sample, settings.seed, epoch)
+    draw = AnchorDraw(settings.anchors_per_sample, settings.seed, epoch)
     token_bytes = len(manifest.layer_ids) * manifest.hidden_size * (4 if manifest.dtype == "float32" else 2)
     items = ((place, int(plan.padded_tokens[place]) * token_bytes) for place in places)
 
@@ -258,9 +258,10 @@ def draft_loss(
 ) -> BlockLoss:
     """The summed, weighted loss of a placed micro-batch's blocks; matrix products in the frozen head's dtype."""
     dtype = frozen.head_VH.dtype
-    blocks = micro_batch.blocks
+    batch = micro_batch.batch
+    blocks = make_blocks(batch.input_ids, batch.loss_mask, micro_batch.anchors_SA, drafter.shape.block_size)
     with torch.autocast(frozen.head_VH.device.type, dtype, enabled=dtype != torch.float32):
-        context = drafter.read_context(micro_batch.batch.hidden_STLH)
+        context = drafter.read_context(batch.hidden_STLH)
         slots_SABH = frozen.embed_blocks(blocks.tokens_SA, drafter.shape)
         states_SABH = drafter(slots_SABH, context, blocks.anchors_SA)
     weigh = partial(weigh_slots, settings=objective)

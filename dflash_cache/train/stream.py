@@ -1,4 +1,4 @@
-"""From the order to ready micro-batches: read, checked, blocks drawn, ahead of the training loop.
+"""From the order to ready micro-batches: read, checked, anchors drawn, ahead of the training loop.
 
 The order is fixed before anything is read; threads only make what comes next ready sooner, so their number and
 the bytes they read ahead never change what is trained on. Threads, not processes: reads and checksums release
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dflash_cache.cache.reader import Batch
-from dflash_cache.drafter.anchors import Blocks, draw_anchors, make_blocks
+from dflash_cache.drafter.anchors import draw_anchors, pad_anchors
 
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")
@@ -23,44 +23,44 @@ Ready = TypeVar("Ready")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward's input: padded samples of one bucket and the blocks drafted in them.
+    """One forward's input as it was read: padded samples of one bucket and the anchors drawn in them.
 
+    anchors_SA: int64 positions, padded with -1. The blocks are made of them where they are computed with: their labels
+    are a block's size times as many bytes, which a reading thread would write and a device's bus would carry.
     last_STH: the target's last hidden states, once they are taken apart from the others (`loop.place_states`).
     """
 
     batch: Batch
-    blocks: Blocks
+    anchors_SA: torch.Tensor
     bucket: int
     last_STH: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device; the cached states go as they are stored."""
         batch = Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self.batch).items()})
-        return MicroBatch(batch, self.blocks.to(device), self.bucket)
+        return MicroBatch(batch, self.anchors_SA.to(device, non_blocking=True), self.bucket)
 
 
 @dataclass(frozen=True)
-class BlockDraw:
-    """How blocks are drawn: `count` anchors a sample at most, seeded by (seed, epoch, sample)."""
+class AnchorDraw:
+    """How anchors are drawn: `count` a sample at most, seeded by (seed, epoch, sample)."""
 
-    block_size: int
     count: int
     seed: int
     epoch: int
 
 
 def load_micro_batch(
-    read_batch: Callable[[np.ndarray], Batch], rows: np.ndarray, bucket: int, draw: BlockDraw
+    read_batch: Callable[[np.ndarray], Batch], rows: np.ndarray, bucket: int, draw: AnchorDraw
 ) -> MicroBatch:
-    """Read the samples at `rows` of the index and draw their blocks."""
+    """Read the samples at `rows` of the index and draw their anchors."""
     batch = read_batch(rows)
     mask_ST = batch.loss_mask.numpy()
     anchors = [
         draw_anchors(mask_ST[s, :length], draw.count, (draw.seed, draw.epoch, sample))
         for s, (sample, length) in enumerate(zip(batch.sample.tolist(), batch.length.tolist(), strict=True))
     ]
-    blocks = make_blocks(batch.input_ids, batch.loss_mask, anchors, draw.block_size)
-    return MicroBatch(batch, blocks, bucket)
+    return MicroBatch(batch, pad_anchors(anchors), bucket)
 
 
 class ReadAhead(Iterator[Ready], Generic[Item, Ready]):

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_cache.drafter.anchors import draw_anchors, make_blocks
+from dflash_cache.drafter.anchors import draw_anchors, make_blocks, pad_anchors
 
 
 @given(mask=st.lists(st.booleans(), min_size=1, max_size=60), count=st.integers(1, 20), seed=st.integers(0, 99))
@@ -33,7 +33,7 @@ def test_every_valid_position_is_drawn_equally_often() -> None:
 def test_labels_stop_at_the_first_unsupervised_slot_and_at_the_samples_end() -> None:
     ids = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 0, 0, 0]])
     mask = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
-    blocks = make_blocks(ids, mask, [np.array([1, 4]), np.array([0])], block_size=4)
+    blocks = make_blocks(ids, mask, pad_anchors([np.array([1, 4]), np.array([0])]), block_size=4)
     assert blocks.tokens_SA.tolist() == [[11, 14], [20, 20]]
     assert blocks.mask_SAK.tolist() == [
         [[True, False, False], [True, False, False]],

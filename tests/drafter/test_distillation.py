@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dflash_cache.config.settings import TargetSettings
 from dflash_cache.drafter import loss as loss_module
-from dflash_cache.drafter.anchors import Blocks, make_blocks
+from dflash_cache.drafter.anchors import Blocks, make_blocks, pad_anchors
 from dflash_cache.drafter.frozen import load_frozen
 from dflash_cache.drafter.loss import Extra, SoftLabels, block_loss
 from dflash_cache.drafter.teacher import Teacher, load_teacher
@@ -80,7 +80,7 @@ def placed_blocks(seed: int) -> tuple[Blocks, Tensor]:
     mask = torch.rand(2, 9, generator=generator) > 0.15
     mask[:, :4] = True
     anchors = [torch.tensor(row).numpy() for row in ([0, 2, 5], [1, 7])]
-    return make_blocks(ids, mask, anchors, 4), torch.randn(2, 9, 6, generator=generator)
+    return make_blocks(ids, mask, pad_anchors(anchors), 4), torch.randn(2, 9, 6, generator=generator)
 
 
 def slow_loss(states: Tensor, blocks: Blocks, head: Tensor, last_STH: Tensor, teacher: Teacher, share: float) -> Tensor:

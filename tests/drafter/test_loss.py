@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_cache.config.settings import ObjectiveSettings
 from dflash_cache.drafter import loss as loss_module
-from dflash_cache.drafter.anchors import draw_anchors, make_blocks
+from dflash_cache.drafter.anchors import draw_anchors, make_blocks, pad_anchors
 from dflash_cache.drafter.frozen import FrozenTarget
 from dflash_cache.drafter.loss import BlockLoss, block_loss
 from dflash_cache.drafter.model import Drafter
@@ -46,7 +46,7 @@ def fast_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: O
     states_STLH = torch.zeros(S, T, 3, 16)
     for s, (ids, mask, states) in enumerate(samples):
         ids_ST[s, : len(ids)], mask_ST[s, : len(ids)], states_STLH[s, : len(ids)] = ids, mask, states
-    blocks = make_blocks(ids_ST, mask_ST, anchors, drafter.shape.block_size)
+    blocks = make_blocks(ids_ST, mask_ST, pad_anchors(anchors), drafter.shape.block_size)
     target = frozen()
     slots = target.embed_blocks(blocks.tokens_SA, drafter.shape)
     out = drafter(slots, drafter.read_context(states_STLH), blocks.anchors_SA)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dflash_cache.cache.reader import Batch
 from dflash_cache.data.mixing import find_runs, measure_mix
 from dflash_cache.data.plan import step_bounds
-from dflash_cache.drafter.anchors import make_blocks
+from dflash_cache.drafter.anchors import pad_anchors
 from dflash_cache.train.mix import EpochMix, tabulate_step
 from dflash_cache.train.stream import MicroBatch
 
@@ -21,7 +21,7 @@ def micro_batch(bucket: int, lengths: list[int]) -> MicroBatch:
     S, T = len(lengths), max(lengths)
     ids, mask = torch.zeros(S, T, dtype=torch.int64), torch.zeros(S, T, dtype=torch.bool)
     batch = Batch(torch.arange(S), torch.tensor(lengths), ids, mask, torch.zeros(S, T, 1, 1))
-    return MicroBatch(batch, make_blocks(ids, mask, [np.zeros(0, np.int64)] * S, 2), bucket)
+    return MicroBatch(batch, pad_anchors([np.zeros(0, np.int64)] * S), bucket)
 
 
 def tables(buckets: list[int], bounds: np.ndarray) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ from train.test_sweep import assert_same_runs, log_only, train_alone
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.config.loading import dump_config, validate_config
 from dflash_cache.config.sweep import load_sweep
+from dflash_cache.drafter.anchors import Blocks, make_blocks
 from dflash_cache.drafter.objective import decay_gamma
 from dflash_cache.errors import CacheError
 from dflash_cache.target.generate import generate
@@ -44,6 +45,11 @@ def with_last(config, cache_with_last, **objective: object):
     return validate_config(tree | {"cache_dir": cache_with_last.cache_dir}, "test")
 
 
+def blocks_of(run, micro_batch) -> Blocks:
+    batch = micro_batch.batch
+    return make_blocks(batch.input_ids, batch.loss_mask, micro_batch.anchors_SA, run.drafter.shape.block_size)
+
+
 def slow_objective(run, micro_batches, cap_lambda: float) -> torch.Tensor | None:
     """Weighted mean cross-entropy of the step's slots + λ · mean entropy of its right ones, from whole logits.
 
@@ -52,8 +58,8 @@ def slow_objective(run, micro_batches, cap_lambda: float) -> torch.Tensor | None
     gamma = decay_gamma(run.drafter.shape.block_size)
     weighted, weights, entropies = [], [], []
     for micro_batch in micro_batches:
-        blocks = micro_batch.blocks
-        context = run.drafter.read_context(micro_batch.batch.hidden_STLH.float())
+        blocks, batch = blocks_of(run, micro_batch), micro_batch.batch
+        context = run.drafter.read_context(batch.hidden_STLH.float())
         out = run.drafter(run.frozen.embed_blocks(blocks.tokens_SA, run.drafter.shape), context, blocks.anchors_SA)
         logits_SAKV = out[:, :, 1:] @ run.frozen.head_VH.T
         for s, a, k in blocks.mask_SAK.nonzero().tolist():
@@ -103,7 +109,7 @@ def slow_distillation(run, target, micro_batches, share: float) -> torch.Tensor:
     num_read = len(run.drafter.shape.target_layer_ids)
     weighted, weights = [], []
     for micro_batch in micro_batches:
-        blocks, batch = micro_batch.blocks, micro_batch.batch
+        blocks, batch = blocks_of(run, micro_batch), micro_batch.batch
         context = run.drafter.read_context(batch.hidden_STLH[:, :, :num_read])
         out = run.drafter(run.frozen.embed_blocks(blocks.tokens_SA, run.drafter.shape), context, blocks.anchors_SA)
         logits_SAKV = out[:, :, 1:] @ run.frozen.head_VH.T
