@@ -141,7 +141,7 @@ def micro_batch_stream(
     """The micro-batches at these places of the list, read ahead in this order."""
     settings = run.config.train
     manifest = run.reader.manifest
-    draw = AnchorDraw(settings.anchors_per_sample, settings.seed, epoch)
+    draw = AnchorDraw(settings.anchors_per_sample, settings.seed, epoch, settings.max_anchors)
     token_bytes = len(manifest.layer_ids) * manifest.hidden_size * (4 if manifest.dtype == "float32" else 2)
     items = ((place, int(plan.padded_tokens[place]) * token_bytes) for place in places)
 
