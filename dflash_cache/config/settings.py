@@ -262,11 +262,37 @@ class TrainSettings(Settings):
     validate_every: PositiveInt = Field(100, description="steps between two validations")
     checkpoint_every: PositiveInt = Field(200, description="steps between two checkpoints")
     keep_checkpoints: PositiveInt = 2
+    max_anchors: PositiveInt | None = Field(
+        None,
+        description="blocks of one micro-batch at most, padding included, shared equally by its samples: bounds the "
+        "memory of a step; null: anchors_per_sample alone does",
+    )
+    parallel: Literal["replicated", "sharded"] = Field(
+        "replicated",
+        description="what each of several ranks keeps between steps: all weights and the optimizer's state, or its "
+        "share of them (FSDP2), with checkpoints in folders; either goes on with the other's",
+    )
 
     @model_validator(mode="after")
     def _warm_up_ends_before_the_decay(self) -> "TrainSettings":
         if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
             raise ValueError("warmup_share and decay_share must not be more than 1 together")
+        return self
+
+    @model_validator(mode="after")
+    def _muon_has_whole_matrices(self) -> "TrainSettings":
+        if self.parallel == "sharded" and self.optimizer == "muon":
+            raise ValueError(
+                "optimizer muon needs whole matrices, parallel sharded splits them: take adamw, or parallel replicated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_sample_has_an_anchor(self) -> "TrainSettings":
+        if self.max_anchors is not None and self.max_anchors < self.max_samples:
+            raise ValueError(
+                f"max_anchors ({self.max_anchors}) must be at least max_samples ({self.max_samples}), one a sample"
+            )
         return self
 
 

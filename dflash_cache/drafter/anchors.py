@@ -4,7 +4,8 @@ An anchor is a supervised position whose successor is supervised too: at inferen
 the target's own tokens, and a block without a single label teaches nothing. Blocks may run past the end of
 the answer; their supervision stops at the first unsupervised slot. Draws depend on (seed, epoch, sample)
 alone, so that resuming, other batches and other ranks draw the same (paper, section 4.2: random anchors give
-5.64 against 4.94 for fixed blocks).
+5.64 against 4.94 for fixed blocks). A micro-batch may be bound in its anchors: each sample then takes the first few of
+its own draw, so that what it gives up depends on no other sample's.
 """
 
 from dataclasses import dataclass
@@ -28,13 +29,29 @@ class Blocks:
     mask_SAK: Tensor
 
 
-def draw_anchors(loss_mask_T: np.ndarray, count: int, seed: tuple[int, int, int]) -> np.ndarray:
-    """At most `count` distinct anchors of one sample, ascending; `seed` is (seed, epoch, sample)."""
+def draw_anchors(
+    loss_mask_T: np.ndarray, count: int, seed: tuple[int, int, int], at_most: int | None = None
+) -> np.ndarray:
+    """At most `count` distinct anchors of one sample, ascending; `seed` is (seed, epoch, sample).
+
+    Under a bound `at_most` they are a part of the same draw: the larger bound's anchors hold the smaller one's.
+    """
     supervised = np.asarray(loss_mask_T, dtype=bool)
     valid = np.flatnonzero(supervised[:-1] & supervised[1:])
-    if len(valid) <= count:
+    at_most = count if at_most is None else min(count, at_most)
+    if len(valid) <= at_most:
         return valid
-    return np.sort(np.random.default_rng(seed).choice(valid, size=count, replace=False))
+    drawn = np.random.default_rng(seed).choice(valid, size=min(count, len(valid)), replace=False)  # in random order
+    return np.sort(drawn[:at_most])
+
+
+def share_anchors(max_anchors: int | None, num_samples: int) -> int | None:
+    """Anchors a sample of a micro-batch with at most `max_anchors`, those that only pad it counted: equal shares.
+
+    Memory and work grow with samples × the most anchors of one of them, so what a short sample leaves over would cost
+    the others' padding, not fill it.
+    """
+    return None if max_anchors is None else max_anchors // num_samples
 
 
 def pad_anchors(anchors: list[np.ndarray]) -> Tensor:

@@ -10,6 +10,7 @@ import copy
 import torch
 
 from dflash_cache.drafter.model import Drafter
+from dflash_cache.train.sharding import own_part
 
 
 def start_average(drafter: Drafter) -> Drafter:
@@ -21,4 +22,5 @@ def start_average(drafter: Drafter) -> Drafter:
 def update_average(average: Drafter, drafter: Drafter, decay: float, step: int) -> None:
     """Move the average towards the weights that step `step` ended with; elementwise, so the same bits on all ranks."""
     share = 1 - min(decay, (1 + step) / (10 + step))
-    torch._foreach_lerp_(list(average.parameters()), list(drafter.parameters()), share)
+    moved, towards = ([own_part(each) for each in model.parameters()] for model in (average, drafter))
+    torch._foreach_lerp_(moved, towards, share)

@@ -1,4 +1,6 @@
-"""Checkpoints: one file each, written aside and renamed; the last few and the best are kept.
+"""Checkpoints: one file each, or a folder each of sharded ranks (`sharded_checkpoint`), written aside and renamed.
+
+The last few and the best are kept.
 
 A checkpoint holds the drafter, the optimizer and the number of steps done. Order, anchors and learning rate are
 functions of that number, so nothing else has to be stored and a resumed run gives the same bits as one that never
@@ -10,16 +12,19 @@ import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.drafter.export import read_export
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import DrafterShape
 from dflash_cache.errors import RunError
+from dflash_cache.train.checkpoint_folder import ParameterOf, is_folder_checkpoint, read_folder, split_fields
 
 BEST = "best.json"
 ORDER = "order of the first epoch"  # the identity's key for what no setting but the program itself decides
@@ -50,9 +55,9 @@ def checkpoints_dir(run_dir: Path) -> Path:
     return run_dir / "checkpoints"
 
 
-def checkpoint_path(run_dir: Path, step: int) -> Path:
+def checkpoint_path(run_dir: Path, step: int, sharded: bool = False) -> Path:
     """The checkpoint after `step` steps."""
-    return checkpoints_dir(run_dir) / f"step-{step:06d}.pt"
+    return checkpoints_dir(run_dir) / f"step-{step:06d}{'' if sharded else '.pt'}"
 
 
 def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -61,20 +66,35 @@ def save_checkpoint(run_dir: Path, checkpoint: Checkpoint, keep: int) -> Path:
     buffer = io.BytesIO()
     torch.save(vars(checkpoint), buffer)
     write_atomically(path, buffer.getvalue())
-    best = best_path(run_dir)
-    for old in _list(run_dir)[:-keep]:
-        if old not in (best, path):
-            old.unlink()
+    remove_old(run_dir, keep, path)
     return path
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read one, on the CPU. Raises RunError if it is missing or damaged."""
+def remove_old(run_dir: Path, keep: int, newest: Path) -> None:
+    """Remove all but the last `keep`, the best and the newest."""
+    for old in _list(run_dir)[:-keep]:
+        if old in (best_path(run_dir), newest):
+            continue
+        if old.is_dir():
+            aside = old.replace(old.with_name(f".{old.name}.partial"))  # at once: a half of it is none
+            rmtree(aside)
+        else:
+            old.unlink()
+
+
+def load_checkpoint(path: Path, parameter_of: ParameterOf | None = None) -> Checkpoint:
+    """Read one, on the CPU; with `parameter_of` (by a tensor's name) every tensor split as its parameter is.
+
+    Raises RunError if it is missing or damaged.
+    """
     try:
-        return Checkpoint(**torch.load(path, map_location="cpu", weights_only=True))
+        if path.is_dir():
+            return Checkpoint(**read_folder(path, parameter_of))
+        fields = torch.load(path, map_location="cpu", weights_only=True, mmap=parameter_of is not None)
+        return Checkpoint(**(split_fields(fields, parameter_of) if parameter_of else fields))
     except FileNotFoundError:
         raise RunError(f"There is no checkpoint {path}: run `dflash train` first.") from None
-    except Exception as error:  # whatever a damaged file makes torch raise
+    except (Exception, CheckpointException) as error:  # whatever a damaged one makes torch raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RunError(
             f"The checkpoint {path} is damaged ({reason}): remove it to go on from the one before."
@@ -83,7 +103,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 def load_drafter(path: Path) -> Drafter:
     """The drafter of a checkpoint (its moving average, if it has one), or of an exported folder. Raises RunError."""
-    if path.is_dir():
+    if path.is_dir() and not is_folder_checkpoint(path):
         if not (path / "config.json").exists():
             raise RunError(f"There is no checkpoint in {path}: run `dflash train` first.")
         shape, tensors = read_export(path)
@@ -113,11 +133,13 @@ def best_score(run_dir: Path, up_to_step: int) -> float:
     return float(best["acceptance_estimate"]) if best and best["step"] <= up_to_step else float("-inf")
 
 
-def best_mark(run_dir: Path, step: int, acceptance_estimate: float | None = None) -> dict[str, Any]:
+def best_mark(
+    run_dir: Path, step: int, acceptance_estimate: float | None = None, sharded: bool = False
+) -> dict[str, Any]:
     """The mark to be saved with the checkpoint of `step`: its own if it has an estimate, else the one that stands."""
     if acceptance_estimate is None:
         return _read_best(run_dir)
-    name = checkpoint_path(run_dir, step).name
+    name = checkpoint_path(run_dir, step, sharded).name
     return {"checkpoint": name, "step": step, "acceptance_estimate": acceptance_estimate}
 
 
@@ -168,5 +190,5 @@ def _read_best(run_dir: Path) -> dict[str, Any]:
 
 
 def _list(run_dir: Path) -> list[Path]:
-    paths = checkpoints_dir(run_dir).glob("step-*.pt")
+    paths = [path for path in checkpoints_dir(run_dir).glob("step-*") if path.suffix in ("", ".pt")]
     return sorted(paths, key=lambda path: int(path.stem.removeprefix("step-")))

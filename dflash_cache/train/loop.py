@@ -10,23 +10,18 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dflash_cache.config.settings import Config, ObjectiveSettings
+from dflash_cache.config.settings import Config
 from dflash_cache.data.plan import EpochPlan
-from dflash_cache.drafter.anchors import make_blocks
-from dflash_cache.drafter.frozen import FrozenTarget
-from dflash_cache.drafter.loss import BlockLoss, Extra, SoftLabels, block_loss
-from dflash_cache.drafter.model import Drafter
-from dflash_cache.drafter.objective import weigh_slots
 from dflash_cache.errors import RunError
 from dflash_cache.train.average import update_average
 from dflash_cache.train.checkpoint import best_mark, best_score, mark_best, save_checkpoint
+from dflash_cache.train.forward import draft_loss
 from dflash_cache.train.metrics import Record, Sink, StepSums
 from dflash_cache.train.mix import NO_BUCKET, EpochMix, tabulate_step
 from dflash_cache.train.noise import add_noise, noise_level
@@ -34,6 +29,8 @@ from dflash_cache.train.ranks import Ranks
 from dflash_cache.train.sampler import EpochOrder, buffer_fill
 from dflash_cache.train.schedules import learning_rate
 from dflash_cache.train.setup import VALIDATION_EPOCH, TrainingRun, open_run, plan_training_epoch, write_plan
+from dflash_cache.train.sharded_checkpoint import save_sharded
+from dflash_cache.train.sharding import own_part, pass_nothing, sum_after_backward, whole_weights
 from dflash_cache.train.signals import StopRequest
 from dflash_cache.train.stream import AnchorDraw, MicroBatch, ReadAhead, load_micro_batch
 
@@ -84,8 +81,8 @@ def advance(run: TrainingRun, sinks: Sequence[Sink], stop: StopRequest) -> Itera
             _show(validation, sinks)
             score = validation["acceptance_estimate"]
         stopped = run.ranks.any(stop.requested)
-        if run.ranks.is_first:
-            _save_if_due(run, score, done or stopped)
+        if score is not None or done or stopped or run.step % run.config.train.checkpoint_every == 0:
+            _save(run, score, done or stopped)
         yield
         if stopped:
             return
@@ -141,7 +138,7 @@ def micro_batch_stream(
     """The micro-batches at these places of the list, read ahead in this order."""
     settings = run.config.train
     manifest = run.reader.manifest
-    draw = AnchorDraw(settings.anchors_per_sample, settings.seed, epoch)
+    draw = AnchorDraw(settings.anchors_per_sample, settings.seed, epoch, settings.max_anchors)
     token_bytes = len(manifest.layer_ids) * manifest.hidden_size * (4 if manifest.dtype == "float32" else 2)
     items = ((place, int(plan.padded_tokens[place]) * token_bytes) for place in places)
 
@@ -163,18 +160,13 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
-    cap_weight = weigh_entropy(run, part)
-    losses = []
-    for micro_batch in inputs(run, part):
-        loss = draft_loss(run.drafter, run.frozen, micro_batch, config.objective, cap_weight)
-        loss.loss_sum.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.loss_sum.detach())
-        sums.add(loss, micro_batch.bucket)
+    losses = make_passes(run, part, sums)
     table = tabulate_step(part.size, zip(part.slots, part.micro_batches, strict=True))
     table_G = torch.from_numpy(table).to(run.device)
     run.ranks.sum([sums.by_bucket, table_G])
-    run.ranks.sum_gradients(run.drafter.parameters())
-    norm = finish_gradients(run.drafter, sums.weight_sum, config.train.clip_norm)
+    if not run.is_sharded:
+        run.ranks.sum_gradients(run.drafter.parameters())
+    norm = finish_gradients(run, sums.weight_sum)
     finite = bool(torch.isfinite(norm) & torch.isfinite(sums.by_bucket[:, 0].sum()))  # synchronises the device
     suspects = {} if finite else {"suspects": name_suspects(run, part, losses)}
     run.num_skipped += not finite
@@ -209,6 +201,22 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
     )
 
 
+def make_passes(run: TrainingRun, part: StepInput, sums: StepSums) -> list[torch.Tensor]:
+    """Forward and backward of this rank's micro-batches, added to `sums`; their losses."""
+    losses: list[torch.Tensor] = []
+    with run.ranks.explain_losses(), whole_weights(run.draft):
+        cap_weight = weigh_entropy(run, part)
+        for micro_batch in inputs(run, part):
+            sum_after_backward(run.draft, last=len(losses) == len(part.micro_batches) - 1)
+            loss = draft_loss(run.draft, run.frozen, micro_batch, run.config.objective, cap_weight)
+            loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.loss_sum.detach())
+            sums.add(loss, micro_batch.bucket)
+        if not losses:
+            pass_nothing(run.draft)
+    return losses
+
+
 def inputs(run: TrainingRun, part: StepInput) -> Iterator[MicroBatch]:
     """The step's micro-batches on the device, with the step's noise: the same ones whenever they are asked for."""
     settings = run.config.train
@@ -241,7 +249,7 @@ def weigh_entropy(run: TrainingRun, part: StepInput) -> float:
     hard_labels = run.config.objective.model_copy(update={"distill": 0.0})  # soft ones do not change the counts
     weight_and_right = torch.zeros(2, dtype=torch.float64, device=run.device)
     for micro_batch in inputs(run, part):
-        loss = draft_loss(run.drafter, run.frozen, micro_batch, hard_labels)
+        loss = draft_loss(run.draft, run.frozen, micro_batch, hard_labels)
         weight_and_right += torch.stack([loss.weight_sum, loss.correct_NK.sum()])
     run.ranks.sum([weight_and_right])
     weight_sum, num_right = weight_and_right.tolist()
@@ -249,36 +257,19 @@ def weigh_entropy(run: TrainingRun, part: StepInput) -> float:
     return weight if math.isfinite(weight) else 0.0  # the step is skipped, for the micro-batches that are not finite
 
 
-def draft_loss(
-    drafter: Drafter,
-    frozen: FrozenTarget,
-    micro_batch: MicroBatch,
-    objective: ObjectiveSettings,
-    cap_weight: float = 0.0,
-) -> BlockLoss:
-    """The summed, weighted loss of a placed micro-batch's blocks; matrix products in the frozen head's dtype."""
-    dtype = frozen.head_VH.dtype
-    batch = micro_batch.batch
-    blocks = make_blocks(batch.input_ids, batch.loss_mask, micro_batch.anchors_SA, drafter.shape.block_size)
-    with torch.autocast(frozen.head_VH.device.type, dtype, enabled=dtype != torch.float32):
-        context = drafter.read_context(batch.hidden_STLH)
-        slots_SABH = frozen.embed_blocks(blocks.tokens_SA, drafter.shape)
-        states_SABH = drafter(slots_SABH, context, blocks.anchors_SA)
-    weigh = partial(weigh_slots, settings=objective)
-    soft = None
-    if objective.distill > 0:
-        assert frozen.teacher is not None
-        assert micro_batch.last_STH is not None
-        soft = SoftLabels(micro_batch.last_STH, frozen.teacher, objective.distill)
-    return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, Extra(cap_weight, soft))
-
-
-def finish_gradients(drafter: Drafter, weight_sum: torch.Tensor, clip_norm: float) -> torch.Tensor:
+@torch.no_grad()
+def finish_gradients(run: TrainingRun, weight_sum: torch.Tensor) -> torch.Tensor:
     """Divide summed gradients by the step's weights and clip; returns the norm before clipping."""
-    for parameter in drafter.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= weight_sum.clamp(min=1e-30)
-    return torch.nn.utils.clip_grad_norm_(drafter.parameters(), clip_norm)
+    gradients = [own_part(each.grad) for each in run.drafter.parameters() if each.grad is not None]
+    torch._foreach_div_(gradients, weight_sum.clamp(min=1e-30))
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if run.is_sharded:
+        square = norm.square()
+        run.ranks.sum([square])
+        norm = square.sqrt()
+    shrink = (run.config.train.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    torch._foreach_mul_(gradients, shrink)
+    return norm
 
 
 @torch.no_grad()
@@ -293,10 +284,12 @@ def validate(run: TrainingRun) -> Record:
     sums = StepSums(run.drafter.shape.block_size, run.num_buckets, run.device)
     places = range(run.ranks.rank, plan.num_micro_batches, run.ranks.world_size)
     whole_blocks = run.config.objective.model_copy(update={"max_slots": None, "distill": 0.0})
-    for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
-        loss = draft_loss(run.average or run.drafter, run.frozen, place_states(run, micro_batch), whole_blocks)
-        sums.add(loss, micro_batch.bucket)
-        del micro_batch, loss  # before the next is asked for
+    draft = run.average_draft or run.draft
+    with run.ranks.explain_losses(), whole_weights(draft):
+        for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
+            loss = draft_loss(draft, run.frozen, place_states(run, micro_batch), whole_blocks)
+            sums.add(loss, micro_batch.bucket)
+            del micro_batch, loss  # before the next is asked for
     run.ranks.sum([sums.by_bucket])
     figures: dict[str, Any] = {"kind": "validation", "step": run.step}
     return figures | sums.figures() | {"seconds": time.perf_counter() - started}
@@ -324,15 +317,21 @@ def _divergence(run: TrainingRun, suspects: str) -> RunError:
     )
 
 
-def _save_if_due(run: TrainingRun, score: float | None, last: bool) -> None:
+def _save(run: TrainingRun, score: float | None, last: bool) -> None:
+    """Save what is due or better than all before, as the first rank finds: it alone reads the mark of the best."""
     run_dir = Path(run.config.run_dir)
     settings = run.config.train
-    better = score is not None and score > best_score(run_dir, run.step)
-    if last or better or run.step % settings.checkpoint_every == 0:
-        mark = best_mark(run_dir, run.step, score if better else None)
-        save_checkpoint(run_dir, replace(run.checkpoint(), best=mark), settings.keep_checkpoints)
-        if better:
-            mark_best(run_dir, mark)
+    better = run.ranks.gather(score is not None and score > best_score(run_dir, run.step))[0]
+    if not (last or better or run.step % settings.checkpoint_every == 0):
+        return
+    mark = best_mark(run_dir, run.step, score if better else None, run.is_sharded)
+    checkpoint = replace(run.checkpoint(), best=mark)
+    if run.is_sharded:
+        save_sharded(run_dir, checkpoint, settings.keep_checkpoints, run.ranks)
+    elif run.ranks.is_first:
+        save_checkpoint(run_dir, checkpoint, settings.keep_checkpoints)
+    if better and run.ranks.is_first:
+        mark_best(run_dir, mark)
 
 
 def _show(record: Record, sinks: Sequence[Sink]) -> None:

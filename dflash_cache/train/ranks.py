@@ -25,6 +25,7 @@ from dflash_cache.errors import RunError
 Value = TypeVar("Value")
 
 BUCKET_BYTES = 1 << 26  # summed at once: large enough for a network's full rate, small beside the drafter
+_NETWORKS = ("gloo", "nccl", "connection")  # gloo raises plain RuntimeErrors
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Ranks:
             return
         for bucket in _split_bytes(tensors, BUCKET_BYTES):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
-            with _explain_losses(self.rank):
+            with self.explain_losses():
                 dist.all_reduce(flat)
             parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
@@ -79,9 +80,22 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with _explain_losses(self.rank):
+        with self.explain_losses():
             dist.all_gather_object(values, value)
         return values
+
+    @contextmanager
+    def explain_losses(self) -> Iterator[None]:
+        """Turn what a broken connection raises, in whatever the block calls, into a RunError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or any(name in str(error).lower() for name in _NETWORKS):
+                raise RunError(
+                    f"Rank {self.rank} has lost another rank ({_first_line(error)}): the one that ended first says "
+                    "why, if it could; start all of them again, the run goes on from its last checkpoint."
+                ) from None
+            raise
 
 
 @contextmanager
@@ -111,18 +125,6 @@ def join_ranks(device_name: str) -> Iterator[Ranks]:
         ranks.any(False)  # nobody leaves while another still receives
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _explain_losses(rank: int) -> Iterator[None]:
-    """Turn what a broken connection raises into a RunError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RunError(
-            f"Rank {rank} has lost another rank ({_first_line(error)}): the one that ended first says why, if it "
-            "could; start all of them again, the run goes on from its last checkpoint."
-        ) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.cache.layout import Manifest
@@ -47,8 +48,10 @@ from dflash_cache.train.checkpoint import (
     load_checkpoint,
     restore_best,
 )
+from dflash_cache.train.forward import DraftPass
 from dflash_cache.train.ranks import Ranks
 from dflash_cache.train.sampler import EpochOrder, order_fingerprint
+from dflash_cache.train.sharding import shard
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALIDATION_EPOCH = 2**31  # anchors of held-out samples: the same at every validation, of no training epoch
@@ -58,16 +61,17 @@ VALIDATION_EPOCH = 2**31  # anchors of held-out samples: the same at every valid
 class TrainingRun:
     """One run: what it reads, what it trains, and how far it is (`step` optimizer steps done).
 
-    average: the moving average of the drafter's weights, if `train.ema_decay` is set; num_skipped: steps so far that
-    were not finite, skipped_in_row: those since the last one that was.
+    draft: a pass through the drafter; average_draft: one through the moving average of its weights, if
+    `train.ema_decay` is set; num_skipped: steps so far that were not finite, skipped_in_row: those since the last one
+    that was.
     """
 
     config: Config
     reader: CacheReader
     read_batch: Callable[[np.ndarray], Batch]
     frozen: FrozenTarget
-    drafter: Drafter
-    average: Drafter | None
+    draft: DraftPass
+    average_draft: DraftPass | None
     optimizers: list[torch.optim.Optimizer]
     ranks: Ranks
     training_rows: np.ndarray
@@ -77,6 +81,21 @@ class TrainingRun:
     step: int
     num_skipped: int = 0
     skipped_in_row: int = 0
+
+    @property
+    def drafter(self) -> Drafter:
+        """What is trained; on sharded ranks its parameters are DTensors."""
+        return self.draft.drafter
+
+    @property
+    def average(self) -> Drafter | None:
+        """The moving average of its weights, if there is one."""
+        return self.average_draft.drafter if self.average_draft else None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank keeps a share of the weights."""
+        return self.config.train.parallel == "sharded" and self.ranks.world_size > 1
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +119,7 @@ class TrainingRun:
         return plan_training_epoch(self.config, self.reader, self.training_rows, epoch)
 
     def checkpoint(self) -> Checkpoint:
-        """The run as it stands."""
+        """The run as it stands; on sharded ranks with this rank's part of the tensors."""
         return Checkpoint(
             step=self.step,
             drafter=self.drafter.state_dict(),
@@ -111,6 +130,17 @@ class TrainingRun:
             num_skipped=self.num_skipped,
             skipped_in_row=self.skipped_in_row,
         )
+
+    def parameter_of(self, name: str) -> Tensor | None:
+        """The parameter that a checkpoint's tensor (`checkpoint_folder.flatten`) belongs to, if to any."""
+        kind, _, rest = name.partition(".")
+        if kind == "optimizers":
+            number, place, _ = rest.split(".")
+            groups = self.optimizers[int(number)].param_groups
+            found: Tensor = [each for group in groups for each in group["params"]][int(place)]
+            return found
+        model = self.drafter if kind == "drafter" else self.average
+        return None if model is None else dict(model.named_parameters()).get(rest)
 
 
 @contextmanager
@@ -137,15 +167,19 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
         )
         drafter = Drafter(shape)
         start_drafter(drafter, config.drafter, files, settings.seed)
-        drafter.to(device)
+        draft = DraftPass(drafter.to(device))
+        average_draft = None if settings.ema_decay is None else DraftPass(start_average(drafter))
+        if settings.parallel == "sharded" and ranks.world_size > 1:
+            for each in (draft, average_draft) if average_draft else (draft,):
+                shard(each, ranks)
         training_rows, validation_rows = split_rows(reader.index.sample, settings.validation_share, settings.seed)
         run = TrainingRun(
             config=config,
             reader=reader,
             read_batch=reader.read_batch,
             frozen=read_frozen(files, shape.embedding_scale, config, device),
-            drafter=drafter,
-            average=None if settings.ema_decay is None else start_average(drafter),
+            draft=draft,
+            average_draft=average_draft,
             optimizers=make_optimizers(drafter, config.train),
             ranks=ranks,
             training_rows=training_rows,
@@ -262,7 +296,7 @@ def identify(run: TrainingRun) -> dict[str, Any]:
     config, ranks = run.config, run.ranks
     free = {
         "accumulation", "log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes",
-        "direct_io", "device", "max_skipped",
+        "direct_io", "device", "max_skipped", "parallel",
     }  # fmt: skip
     train = config.train.model_dump(mode="json")
     shape = run.drafter.shape.to_dict()
@@ -284,7 +318,7 @@ def _resume(run: TrainingRun) -> None:
     path = latest_path(Path(run.config.run_dir))
     if path is None:
         return
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path, run.parameter_of if run.is_sharded else None)
     check_identity(checkpoint, run.identity, Path(run.config.run_dir))
     run.drafter.load_state_dict(checkpoint.drafter)
     if run.average is not None and checkpoint.average is not None:

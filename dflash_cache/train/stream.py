@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dflash_cache.cache.reader import Batch
-from dflash_cache.drafter.anchors import draw_anchors, pad_anchors
+from dflash_cache.drafter.anchors import draw_anchors, pad_anchors, share_anchors
 
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")
@@ -43,11 +43,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class AnchorDraw:
-    """How anchors are drawn: `count` a sample at most, seeded by (seed, epoch, sample)."""
+    """How anchors are drawn: `count` a sample and `max_anchors` a micro-batch at most, by (seed, epoch, sample)."""
 
     count: int
     seed: int
     epoch: int
+    max_anchors: int | None = None
 
 
 def load_micro_batch(
@@ -56,8 +57,9 @@ def load_micro_batch(
     """Read the samples at `rows` of the index and draw their anchors."""
     batch = read_batch(rows)
     mask_ST = batch.loss_mask.numpy()
+    share = share_anchors(draw.max_anchors, len(rows))
     anchors = [
-        draw_anchors(mask_ST[s, :length], draw.count, (draw.seed, draw.epoch, sample))
+        draw_anchors(mask_ST[s, :length], draw.count, (draw.seed, draw.epoch, sample), share)
         for s, (sample, length) in enumerate(zip(batch.sample.tolist(), batch.length.tolist(), strict=True))
     ]
     return MicroBatch(batch, pad_anchors(anchors), bucket)

@@ -145,6 +145,12 @@ def test_betas_that_never_forget_are_refused(betas: list[float]) -> None:
         options(betas=betas)
 
 
+def test_a_bound_of_anchors_below_one_for_each_sample_is_refused() -> None:
+    assert options(max_anchors=64, max_samples=64).max_anchors == 64
+    with pytest.raises(ValidationError, match=r"max_anchors \(63\) must be at least max_samples \(64\)"):
+        options(max_anchors=63, max_samples=64)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_muon_run_killed_and_resumed_ends_with_the_same_bits(configure) -> None:
     whole, parts = (configure(n, optimizer="muon", weight_decay=0.1, schedule="wsd") for n in ("whole", "parts"))

@@ -3,13 +3,16 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_cache.train.stream import ReadAhead
+from dflash_cache.cache.reader import CacheReader
+from dflash_cache.train.stream import AnchorDraw, ReadAhead, load_micro_batch
 
 sizes_lists = st.lists(st.integers(0, 20), max_size=30)
 thread_counts = st.integers(1, 5)
@@ -180,3 +183,20 @@ def test_a_step_taken_at_once_is_held_with_what_is_read_ahead_within_the_bytes_u
             ledger.release(item)
     assert stream.take(count) == []
     assert max(map(sum, ledger.seen)) <= max(max_bytes, largest)
+
+
+def test_a_bound_micro_batch_pads_to_the_bound_at_most_and_its_samples_draw_as_they_do_beside_others(
+    base_config,
+) -> None:
+    free = AnchorDraw(count=6, seed=3, epoch=1)
+    with CacheReader(Path(base_config.cache_dir)) as reader:
+        rows = np.arange(len(reader.index.sample))
+        whole = load_micro_batch(reader.read_batch, rows, 0, free).anchors_SA
+        bound = load_micro_batch(reader.read_batch, rows, 0, replace(free, max_anchors=4 * len(rows) + 1)).anchors_SA
+        alone = load_micro_batch(reader.read_batch, rows[::2], 0, replace(free, max_anchors=4 * len(rows[::2])))
+    assert whole.shape == (len(rows), 6)
+    assert bound.shape == (len(rows), 4)
+    for unbound, some in zip(whole.tolist(), bound.tolist(), strict=True):
+        assert set(some) <= {*unbound, -1}
+        assert sum(anchor >= 0 for anchor in some) == min(4, sum(anchor >= 0 for anchor in unbound))
+    assert alone.anchors_SA.equal(bound[::2])

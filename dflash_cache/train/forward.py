@@ -1,0 +1,54 @@
+"""The drafter's forward pass in training, as one module, and the loss at its end.
+
+One module, because what shards a drafter's weights has to know when a pass begins and when its backward has ended
+(`sharding`), and the drafter has two ways in: the context's and the blocks'.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dflash_cache.config.settings import ObjectiveSettings
+from dflash_cache.drafter.anchors import make_blocks
+from dflash_cache.drafter.frozen import FrozenTarget
+from dflash_cache.drafter.loss import BlockLoss, Extra, SoftLabels, block_loss
+from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.objective import weigh_slots
+from dflash_cache.train.stream import MicroBatch
+
+
+class DraftPass(nn.Module):
+    """Context and blocks of a micro-batch through the drafter."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, states_STLH: Tensor, slots_SABH: Tensor, anchors_SA: Tensor) -> Tensor:
+        """Normalised slot states (S, A, B, H)."""
+        out: Tensor = self.drafter(slots_SABH, self.drafter.read_context(states_STLH), anchors_SA)
+        return out
+
+
+def draft_loss(
+    draft: DraftPass,
+    frozen: FrozenTarget,
+    micro_batch: MicroBatch,
+    objective: ObjectiveSettings,
+    cap_weight: float = 0.0,
+) -> BlockLoss:
+    """The summed, weighted loss of a placed micro-batch's blocks; matrix products in the frozen head's dtype."""
+    dtype = frozen.head_VH.dtype
+    batch, shape = micro_batch.batch, draft.drafter.shape
+    blocks = make_blocks(batch.input_ids, batch.loss_mask, micro_batch.anchors_SA, shape.block_size)
+    with torch.autocast(frozen.head_VH.device.type, dtype, enabled=dtype != torch.float32):
+        slots_SABH = frozen.embed_blocks(blocks.tokens_SA, shape)
+        states_SABH = draft(batch.hidden_STLH, slots_SABH, blocks.anchors_SA)
+    weigh = partial(weigh_slots, settings=objective)
+    soft = None
+    if objective.distill > 0:
+        assert frozen.teacher is not None
+        assert micro_batch.last_STH is not None
+        soft = SoftLabels(micro_batch.last_STH, frozen.teacher, objective.distill)
+    return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, Extra(cap_weight, soft))
