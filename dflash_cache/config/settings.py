@@ -73,7 +73,10 @@ class TargetSettings(Settings):
 class DataSettings(Settings):
     """Which conversations are cached, and how they become samples."""
 
-    paths: tuple[str, ...] = Field(min_length=1, description="JSONL files")
+    paths: tuple[str, ...] = Field(
+        min_length=1,
+        description="JSONL, JSON or parquet files, folders or globs of these, or hub:owner/name[/subset][:split]",
+    )
     max_length: PositiveInt = Field(2048, description="tokens; a longer sample is handled as `overlong` says")
     overlong: Literal["drop", "truncate"] = Field("drop", description="drop the sample, or cut its end off")
     min_answer_tokens: PositiveInt = Field(2, description="samples with fewer supervised tokens are left out")

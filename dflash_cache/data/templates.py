@@ -10,16 +10,20 @@ and two of the part up to each answer (one and one for a single answer).
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 from xxhash import xxh3_64
 
-from dflash_cache.data.conversations import Conversation, Message, RecordError
+from dflash_cache.data.conversations import RecordError
+from dflash_cache.data.records import Conversation, Message
 from dflash_cache.errors import TargetError
+
+Tools = Sequence[dict[str, Any]]
 
 MASK_RULE = "assistant-spans-1"  # changes with any rule below that can change a mask
 
@@ -46,10 +50,12 @@ def check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def tokenize_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], source: str = "The prompt"
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], source: str = "The prompt", tools: Tools = ()
 ) -> list[int]:
     """The ids after which the target would begin its answer. Raises RecordError if the template refuses."""
-    return _encode(tokenizer, _render(tokenizer, messages, source, ask=True))
+    if not messages:
+        raise RecordError(source, "no user message")
+    return _encode(tokenizer, _render(tokenizer, Conversation(tuple(messages), source, tuple(tools)), ask=True))
 
 
 def answer_sample(prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[int] | np.ndarray) -> Tokens:
@@ -66,14 +72,16 @@ def tokenize_conversation(
     `stop_ids` are the target's stop tokens besides the tokenizer's end of sequence. Where the template changes an
     earlier answer once more follows (it drops its reasoning, say), the target never sees both as one text, and only
     the last answer is supervised. Raises RecordError if that one cannot be told from its prompt either, if there is
-    none, or if the template refuses.
+    none, or if the template refuses. Of plain text every token is supervised, but what the tokenizer puts before it.
     """
+    if conversation.text is not None:
+        return _tokenize_text(tokenizer, conversation.text)
     answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
     if not answers:
         raise RecordError(conversation.source, "no answer")
     if tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()):
         return _tokenize_marked(tokenizer, conversation)
-    input_ids = _encode(tokenizer, _render(tokenizer, conversation.messages, conversation.source))
+    input_ids = _encode(tokenizer, _render(tokenizer, conversation))
     stops = stop_ids | {tokenizer.eos_token_id}
     try:
         spans = [_find_answer(tokenizer, conversation, input_ids, stops, i) for i in answers]
@@ -112,7 +120,10 @@ def _tokenize_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversat
     """The mask of the template's own marks: every token that overlaps a marked text."""
     try:
         encoded = tokenizer.apply_chat_template(
-            _as_dicts(conversation.messages), return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+            [message.as_dict() for message in conversation.messages],
+            tools=[*conversation.tools] or None,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise _refused(conversation.source, error) from None
@@ -131,13 +142,12 @@ def _find_answer(
     i: int,
 ) -> tuple[int, int]:
     """Where in `input_ids`, those of the whole conversation, the answer in message `i` begins and ends."""
-    messages = conversation.messages
-    prompt = _render(tokenizer, messages[:i], conversation.source, ask=True)
-    answered = _render(tokenizer, messages[: i + 1], conversation.source)
+    prompt = _render(tokenizer, replace(conversation, messages=conversation.messages[:i]), ask=True)
+    answered = _render(tokenizer, replace(conversation, messages=conversation.messages[: i + 1]))
     if not answered.startswith(prompt):
         raise RecordError(conversation.source, "the chat template changes the prompt once it is answered")
     prompt_ids = _encode(tokenizer, prompt)
-    answered_ids = _encode(tokenizer, answered) if i + 1 < len(messages) else input_ids
+    answered_ids = _encode(tokenizer, answered) if i + 1 < len(conversation.messages) else input_ids
     begin = len(prompt_ids)
     if answered_ids[:begin] != prompt_ids:
         raise RecordError(conversation.source, "the answer begins within a token of the prompt")
@@ -155,22 +165,29 @@ def _end_of_answer(ids: list[int], begin: int, stops: frozenset[int]) -> int:
     return len(ids)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], source: str, ask: bool = False) -> str:
-    """The template's text for `messages`; `ask` adds the beginning of an answer."""
+def _render(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, ask: bool = False) -> str:
+    """The template's text for the messages; `ask` adds the beginning of an answer."""
+    messages = [message.as_dict() for message in conversation.messages]
+    tools: list[dict[Any, Any] | Callable[..., Any]] | None = [*conversation.tools] or None
     try:
-        return str(tokenizer.apply_chat_template(_as_dicts(messages), tokenize=False, add_generation_prompt=ask))
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask))
     except (TemplateError, TypeError, ValueError) as error:
-        raise _refused(source, error) from None
+        raise _refused(conversation.source, error) from None
+
+
+def _tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
+    """Plain text with the special tokens that the tokenizer itself adds; those before the text are not supervised."""
+    brings_own = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
+    encoded = tokenizer(text, add_special_tokens=not brings_own, return_special_tokens_mask=True, verbose=False)
+    added = np.asarray(encoded["special_tokens_mask"], bool)
+    begin = 1 if brings_own else int(np.argmin(added)) if not added.all() else len(added)
+    return Tokens(np.asarray(encoded["input_ids"], np.int32), np.arange(len(added)) >= begin)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The ids that apply_chat_template gives: special tokens are the template's affair."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
-
-
-def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def _refused(source: str, error: Exception) -> RecordError:

@@ -198,7 +198,9 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
             try:
                 if conversation.needs_answer:
                     if config.respond.enabled:
-                        tokenize_prompt(tokenizer, conversation.messages, source)  # raises: else it were answered
+                        tokenize_prompt(
+                            tokenizer, conversation.messages, source, conversation.tools
+                        )  # raises: else it were answered
                     raise RecordError(source, "no answer, and respond.enabled is off")
                 yield source, tokenize_conversation(tokenizer, conversation, stop_ids)
             except RecordError as error:
@@ -228,7 +230,8 @@ def answer(config: Config, read: ReadResult, loader: Loader, observer: Observer,
     prompts: dict[str, list[int]] = {}
     for conversation in waiting:
         try:
-            prompts[conversation.source] = tokenize_prompt(tokenizer, conversation.messages, conversation.source)
+            source = conversation.source
+            prompts[source] = tokenize_prompt(tokenizer, conversation.messages, source, conversation.tools)
         except RecordError:  # `build` meets it again, and counts it
             if config.data.strict:
                 raise

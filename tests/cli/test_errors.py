@@ -57,7 +57,7 @@ def test_a_missing_data_file(dflash, project) -> None:
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [("", "empty line"), ('{"messages": [', "invalid json"), ('{"text": "w1"}', "missing keys"), ("[1]", "object")],
+    [("", "empty line"), ('{"messages": [', "invalid json"), ('{"chat": "w1"}', "missing keys"), ("[1]", "object")],
 )
 def test_a_malformed_line_is_counted_or_with_strict_an_error_with_its_number(dflash, project, line, reason) -> None:
     data = project.parent / "data.jsonl"

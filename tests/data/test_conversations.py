@@ -3,12 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cache.data.conversations import Conversation, Message, RecordError, read_conversations
+from dflash_cache.data.conversations import RecordError, read_conversations
+from dflash_cache.data.inputs import ADVICE as PLACES
+from dflash_cache.data.records import Conversation, Message
 from dflash_cache.errors import DataError
 
 ADVICE = "mend or remove the record, or set data.strict to false to skip and count such records."
 HELLO = (Message("user", "Hello"), Message("assistant", "Hi."))
 GOOD = b'{"prompt": "Hello", "response": "Hi."}'
+SHAPES = "one of messages, conversations, turns, prompt, instruction, text is expected"
 BAD_LINES = [
     (b"", "empty line", ""),
     (b"  \t", "empty line", ""),
@@ -16,8 +19,8 @@ BAD_LINES = [
     (b'{"prompt": "x"', "invalid JSON", "Expecting ',' delimiter at column 15"),
     (b'["Hello"]', "not a JSON object", ""),
     (b'"Hello"', "not a JSON object", ""),
-    (b'{"text": "x"}', "missing keys", "one of messages, conversations, turns, prompt is expected"),
-    (b'{"messages": null}', "missing keys", "one of messages, conversations, turns, prompt is expected"),
+    (b'{"chat": "x"}', "missing keys", SHAPES),
+    (b'{"messages": null}', "missing keys", SHAPES),
     (b'{"messages": [{"role": "user"}]}', "missing keys", "a message needs role and content, or from and value"),
     (b'{"messages": ["Hello"]}', "missing keys", "a message is not an object"),
     (b'{"messages": {"role": "user"}}', "messages are not a list", ""),
@@ -30,7 +33,7 @@ BAD_LINES = [
     (b'{"prompt": "x", "response": ""}', "empty content", ""),
     (b'{"prompt": ["x"]}', "content is not a string", ""),
     (b'{"prompt": "\\ud800"}', "invalid Unicode", "half of a surrogate pair"),
-    (b'{"messages": [{"role": "tool", "content": "x"}]}', "unknown role", '"tool"'),
+    (b'{"messages": [{"role": "critic", "content": "x"}]}', "unknown role", '"critic"'),
     (b'{"messages": [{"role": null, "content": "x"}]}', "unknown role", "null"),
     (
         b'{"conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "y"}]}',
@@ -163,24 +166,25 @@ def test_the_fingerprint_changes_with_content_role_order_and_grouping_but_not_wi
     assert len(fingerprint(one)) == 16
 
 
-def test_a_missing_file_a_folder_and_files_without_records_are_told_in_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_an_empty_folder_and_files_without_records_are_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
     missing, empty = str(tmp_path / "none.jsonl"), write_lines(tmp_path / "empty.jsonl")
     (tmp_path / "empty.jsonl").write_bytes(b"")
     with pytest.raises(DataError) as caught:
         read_conversations([missing], strict=False)
-    assert str(caught.value) == (f"{missing} cannot be read (No such file or directory): name JSONL files that exist.")
+    assert str(caught.value) == (f"{missing} cannot be read (No such file or directory): {PLACES}.")
     with pytest.raises(DataError) as caught:
-        read_conversations([str(tmp_path)], strict=False)
-    assert str(caught.value) == f"{tmp_path} is a folder: name the JSONL files in it."
+        read_conversations([str(tmp_path / "folder")], strict=False)
+    assert str(caught.value) == (
+        f"The folder {tmp_path / 'folder'} holds no file that ends with .jsonl, .ndjson, .json, .parquet: {PLACES}."
+    )
     with pytest.raises(DataError) as caught:
         read_conversations([empty], strict=False)
-    assert str(caught.value) == (
-        f"No record can be used in {empty} (no lines): name JSONL files of conversations, one a line."
-    )
+    assert str(caught.value) == (f"No record can be used in {empty} (no records): {PLACES}, with conversations in it.")
     bad = write_lines(tmp_path / "bad.jsonl", b"x", b"", b"y")
     with pytest.raises(DataError) as caught:
         read_conversations([bad, empty], strict=False)
     assert str(caught.value) == (
         f"No record can be used in {bad}, {empty} (skipped: 2 invalid JSON, first {bad}:1; 1 empty line, "
-        f"first {bad}:2): name JSONL files of conversations, one a line."
+        f"first {bad}:2): {PLACES}, with conversations in it."
     )

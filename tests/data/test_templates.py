@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_cache.data.conversations import Conversation, Message, RecordError
+from dflash_cache.data.conversations import RecordError
+from dflash_cache.data.records import Conversation, Message
 from dflash_cache.data.templates import (
     Tokens,
     answer_sample,
@@ -338,3 +339,40 @@ def test_the_tokenizers_fingerprint_changes_with_what_changes_ids_only() -> None
     assert copy(lambda tokenizer: setattr(tokenizer, "chat_template", HEADERS)) == same
     assert copy(lambda tokenizer: tokenizer.add_tokens(["<new>"])) != same
     assert copy(lambda tokenizer: setattr(tokenizer, "eos_token", "<|eot_id|>")) != same
+
+
+def test_plain_text_is_supervised_but_for_what_the_tokenizer_puts_before_it() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    text = "The answer<|im_start|> is 4."
+    for given_text, supervised_text in ((text, text), (f"<|endoftext|>{text}", text), (f"<|im_start|>{text}",) * 2):
+        tokens = tokenize_conversation(tokenizer, Conversation((), "a:1", text=given_text))
+        assert tokenizer.decode(tokens.input_ids).removeprefix("<|endoftext|>") == supervised_text
+        assert supervised(tokenizer, tokens) == [supervised_text]
+        assert tokens.loss_mask.tolist() == [False] + [True] * (len(tokens.input_ids) - 1)
+
+
+def test_tools_calls_and_reasoning_are_given_to_the_template() -> None:
+    template = (
+        "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}{% for message in messages %}"
+        "<|im_start|>{{ message.role }}\n{% if message.reasoning_content %}<think>{{ message.reasoning_content }}"
+        "</think>{% endif %}{{ message.content }}{% for call in message.tool_calls %}"
+        "{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    messages = (
+        Message("user", "Rain?"),
+        Message("assistant", "", "I must look.", (call,)),
+        Message("tool", "dry"),
+        Message("assistant", "No."),
+    )
+    tool = {"type": "function", "function": {"name": "look"}}
+    tokenizer = make_tokenizer(template)
+    tokens = tokenize_conversation(tokenizer, Conversation(messages, "a:1", (tool,)))
+    assert tokenizer.decode(tokens.input_ids).startswith("<tool>look<|im_start|>user\nRain?<|im_end|>\n")
+    assert supervised(tokenizer, tokens) == [
+        '<think>I must look.</think>look({"at": "sky"})<|im_end|>',
+        "No.<|im_end|>",
+    ]
+    prompt = tokenize_prompt(tokenizer, messages[:3], "a:1", (tool,))
+    assert tokens.input_ids[: len(prompt)].tolist() == prompt
