@@ -71,6 +71,14 @@ def test_the_handlers_are_back_as_soon_as_a_signal_came_and_after_an_exception()
 
 
 def test_a_second_sigint_interrupts_at_once() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+    try:
+        interrupt_twice()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt_twice() -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.requested
