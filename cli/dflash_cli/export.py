@@ -20,14 +20,25 @@ def register(app: typer.Typer) -> None:
         overrides: Overrides = None,
         checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint; without it the run's best.")] = None,
         dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+        form: Annotated[
+            str, typer.Option("--format", help="zlab: for SGLang, vLLM and z-lab's package; speculators: for vLLM's.")
+        ] = "zlab",
     ) -> None:
-        """Write config.json and model.safetensors as z-lab publishes DFlash drafters."""
+        """Write config.json and model.safetensors as z-lab or vLLM's speculators publish DFlash drafters."""
         from dflash_cache.drafter.export import DTYPES, export_zlab
+        from dflash_cache.drafter.export_speculators import export_speculators
         from dflash_cache.errors import ConfigError
         from dflash_cli.evaluate import open_drafter
 
         known = next((name for name in DTYPES if name == dtype), None)
         if known is None:
             raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}.")
-        export_zlab(open_drafter(load_config(config, overrides or []), checkpoint), out, known)
+        if form not in ("zlab", "speculators"):
+            raise ConfigError(f"--format {form} is not one of zlab, speculators.")
+        settings = load_config(config, overrides or [])
+        drafter = open_drafter(settings, checkpoint)
+        if form == "zlab":
+            export_zlab(drafter, out, known)
+        else:
+            export_speculators(drafter, settings.target, out, known)
         console.print(f"The drafter {out} is ready.")

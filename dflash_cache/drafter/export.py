@@ -1,8 +1,8 @@
 """A drafter as z-lab publishes them: config.json and model.safetensors, ready for their package, SGLang and vLLM.
 
 SGLang ignores tensor names it does not know, so a misnamed export would be a random drafter without an error.
-Every export is therefore checked against a strict table of names and shapes, and read back from the very files
-(`read_export`) before it is announced. Tensors and keys: FIELD.md, "The drafter".
+Every export is therefore read back from the very files and checked against a strict table of names and shapes before it
+is announced. Tensors and keys: FIELD.md, "The drafter".
 """
 
 import json
@@ -29,6 +29,14 @@ DTYPES: dict[Dtype, torch.dtype] = {
 
 def export_zlab(drafter: Drafter, out: Path, dtype: Dtype) -> None:
     """Write the drafter's folder `out`; nothing may stand there. Raises RunError."""
+    write_export(drafter, zlab_config(drafter.shape, dtype), out, dtype)
+
+
+def write_export(drafter: Drafter, config: dict[str, Any], out: Path, dtype: Dtype) -> None:
+    """Write `config` and the drafter's tensors to the new folder `out`, which appears when they have been read back.
+
+    Raises RunError if something stands there already, or if the files do not read back as written.
+    """
     if out.exists():
         raise RunError(f"{out} exists already: name another folder, or remove it.")
     aside = out.with_name(f".{out.name}.partial")
@@ -36,9 +44,9 @@ def export_zlab(drafter: Drafter, out: Path, dtype: Dtype) -> None:
     aside.mkdir(parents=True)
     tensors = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in drafter.state_dict().items()}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(zlab_config(drafter.shape, dtype), indent=2)
-    (aside / "config.json").write_text(f"{text}\n", encoding="utf-8")
-    _, found = read_export(aside)
+    (aside / "config.json").write_text(f"{json.dumps(config, indent=2)}\n", encoding="utf-8")
+    found = load_file(aside / "model.safetensors")
+    check_tensors(found, expected_tensors(drafter.shape), out)
     different = [name for name, tensor in tensors.items() if not torch.equal(found[name], tensor)]
     if different:
         raise RunError(f"The export to {out} did not read back as written ({different[0]}): check the storage.")
@@ -55,12 +63,16 @@ def read_export(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
             f"{folder} holds no exported drafter that can be read ({type(error).__name__}: "
             f"{str(error).splitlines()[0]}): export it again, or name another."
         ) from None
-    expected = expected_tensors(shape)
+    check_tensors(tensors, expected_tensors(shape), folder)
+    return shape, tensors
+
+
+def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise RunError unless names and shapes are exactly the expected ones."""
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != expected:
         wrong = sorted({name for name, _ in found.items() ^ expected.items()})
         raise RunError(f"The drafter in {folder} has missing, unknown or misshapen tensors: {', '.join(wrong[:4])}.")
-    return shape, tensors
 
 
 def expected_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:

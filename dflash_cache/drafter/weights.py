@@ -61,6 +61,11 @@ class TargetFiles:
         """All tensors of the checkpoint."""
         return frozenset(self._files)
 
+    @property
+    def architectures(self) -> list[str]:
+        """The names of the model's classes, as in its config.json; empty if that names none."""
+        return list(_read_json(self._config_path).get("architectures") or [])
+
     def load_config(self) -> PretrainedConfig:
         """The text model's config; TargetError if transformers does not know it."""
         try:

@@ -1,0 +1,79 @@
+"""A drafter as vLLM's speculators library saves its DFlash models, so that it and `vllm serve FOLDER` load it.
+
+The tensors are z-lab's; embedding and head are read from the target, which the config names. The library counts
+captured layers from 1 (index of transformers' `hidden_states`), takes the target's last layer for granted instead of
+listing it, and scales no embeddings: a drafter that needs either is refused. Keys and names: speculators 0.9.0,
+`models/dflash/config.py`, `models/dflash/core.py` and `convert/dflash/converter.py`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from dflash_cache.config.dtypes import Dtype
+from dflash_cache.config.settings import TargetSettings
+from dflash_cache.drafter.export import write_export, zlab_config
+from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.shape import DrafterShape
+from dflash_cache.drafter.weights import TargetFiles
+from dflash_cache.errors import RunError
+
+SPECULATORS_VERSION = "0.9.0"
+# Keys of z-lab's config.json that are not the draft layers' own; speculators has others for them.
+ZLAB_ONLY = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers")
+
+
+def export_speculators(drafter: Drafter, target: TargetSettings, out: Path, dtype: Dtype) -> None:
+    """Write the drafter's folder `out`; nothing may stand there. Raises RunError or TargetError."""
+    shape = drafter.shape
+    if shape.target_layer_ids[-1] == shape.target_num_layers - 1:
+        raise RunError(
+            f"speculators' format cannot name the target's last layer ({shape.target_layer_ids[-1]}), which this "
+            "drafter reads: export it with --format zlab."
+        )
+    if shape.embedding_scale != 1.0:
+        raise RunError(
+            f"speculators does not scale embeddings, and this drafter's target does (by {shape.embedding_scale:.6g}): "
+            "export it with --format zlab."
+        )
+    architectures = TargetFiles(target).architectures
+    write_export(drafter, speculators_config(shape, dtype, _name_target(target), architectures), out, dtype)
+
+
+def speculators_config(
+    shape: DrafterShape, dtype: Dtype, target_name: str, target_architectures: list[str]
+) -> dict[str, Any]:
+    """config.json of a speculators DFlash model: the draft layers' config inside, the target's name beside it."""
+    layers = {key: value for key, value in zlab_config(shape, dtype).items() if key not in ZLAB_ONLY}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": shape.block_size - 1,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in shape.target_layer_ids],
+        "block_size": shape.block_size,
+        "draft_vocab_size": shape.vocab_size,
+        "dtype": dtype,
+        "mask_token_id": shape.mask_token_id,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"architectures": target_architectures, "name_or_path": target_name},
+        },
+        "speculators_model_type": "dflash",
+        "speculators_version": SPECULATORS_VERSION,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layers,
+    }
+
+
+def _name_target(target: TargetSettings) -> str:
+    """A name on the Hub as it is; a folder from the root, because whoever loads the drafter starts elsewhere."""
+    folder = Path(target.model)
+    return str(folder.resolve()) if folder.is_dir() else target.model
