@@ -42,6 +42,7 @@ speculators: $(VENV)/.speculators/.installed
 
 $(VENV)/.speculators/.installed: $(VENV)/.installed
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet speculators==0.9.0
+	$(@D)/bin/pip install --quiet torch==2.13.0
+	$(@D)/bin/pip install --quiet speculators==0.9.0 torch==2.13.0
 	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio
 	touch $@

@@ -95,8 +95,8 @@ def _holds_lines(path: str) -> bool:
     with Path(path).open("rb") as file:
         for line in file:
             stripped = line.removeprefix(_BYTE_ORDER_MARK).strip()
-            if stripped:
-                return isinstance(_parse(stripped), dict)
+            if stripped:  # a list, which may be the whole file in one line, is not parsed for this
+                return stripped.startswith(b"{") and isinstance(_parse(stripped), dict)
     return True  # an empty file has no lines
 
 

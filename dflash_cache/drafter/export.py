@@ -7,6 +7,7 @@ is announced. Tensors and keys: FIELD.md, "The drafter".
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,20 @@ DTYPES: dict[Dtype, torch.dtype] = {
 
 def export_zlab(drafter: Drafter, out: Path, dtype: Dtype) -> None:
     """Write the drafter's folder `out`; nothing may stand there. Raises RunError."""
-    write_export(drafter, zlab_config(drafter.shape, dtype), out, dtype)
+    write_export(drafter, zlab_config(drafter.shape, dtype), out, dtype, lambda aside: read_export(aside)[1])
 
 
-def write_export(drafter: Drafter, config: dict[str, Any], out: Path, dtype: Dtype) -> None:
+def write_export(
+    drafter: Drafter,
+    config: dict[str, Any],
+    out: Path,
+    dtype: Dtype,
+    read_back: Callable[[Path], dict[str, Tensor]],
+) -> None:
     """Write `config` and the drafter's tensors to the new folder `out`, which appears when they have been read back.
 
-    Raises RunError if something stands there already, or if the files do not read back as written.
+    `read_back` gives the tensors of such a folder, or raises RunError if it is not one of the form.
+    Raises RunError also if something stands there already, or if the files do not read back as written.
     """
     if out.exists():
         raise RunError(f"{out} exists already: name another folder, or remove it.")
@@ -45,8 +53,7 @@ def write_export(drafter: Drafter, config: dict[str, Any], out: Path, dtype: Dty
     tensors = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in drafter.state_dict().items()}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
     (aside / "config.json").write_text(f"{json.dumps(config, indent=2)}\n", encoding="utf-8")
-    found = load_file(aside / "model.safetensors")
-    check_tensors(found, expected_tensors(drafter.shape), out)
+    found = read_back(aside)
     different = [name for name, tensor in tensors.items() if not torch.equal(found[name], tensor)]
     if different:
         raise RunError(f"The export to {out} did not read back as written ({different[0]}): check the storage.")

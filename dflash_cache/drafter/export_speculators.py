@@ -9,9 +9,12 @@ listing it, and scales no embeddings: a drafter that needs either is refused. Ke
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.config.settings import TargetSettings
-from dflash_cache.drafter.export import write_export, zlab_config
+from dflash_cache.drafter.export import check_tensors, expected_tensors, write_export, zlab_config
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import DrafterShape
 from dflash_cache.drafter.weights import TargetFiles
@@ -35,8 +38,14 @@ def export_speculators(drafter: Drafter, target: TargetSettings, out: Path, dtyp
             f"speculators does not scale embeddings, and this drafter's target does (by {shape.embedding_scale:.6g}): "
             "export it with --format zlab."
         )
-    architectures = TargetFiles(target).architectures
-    write_export(drafter, speculators_config(shape, dtype, _name_target(target), architectures), out, dtype)
+    config = speculators_config(shape, dtype, _name_target(target), TargetFiles(target).architectures)
+
+    def read_back(folder: Path) -> dict[str, Tensor]:
+        found = load_file(folder / "model.safetensors")
+        check_tensors(found, expected_tensors(shape), folder)
+        return found
+
+    write_export(drafter, config, out, dtype, read_back)
 
 
 def speculators_config(

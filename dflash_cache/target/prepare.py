@@ -197,10 +197,8 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
                 continue
             try:
                 if conversation.needs_answer:
-                    if config.respond.enabled:
-                        tokenize_prompt(
-                            tokenizer, conversation.messages, source, conversation.tools
-                        )  # raises: else it were answered
+                    if config.respond.enabled:  # raises: else it were answered
+                        tokenize_prompt(tokenizer, conversation.messages, source, conversation.tools)
                     raise RecordError(source, "no answer, and respond.enabled is off")
                 yield source, tokenize_conversation(tokenizer, conversation, stop_ids)
             except RecordError as error:

@@ -94,7 +94,7 @@ def load_checkpoint(path: Path, parameter_of: ParameterOf | None = None) -> Chec
         return Checkpoint(**(split_fields(fields, parameter_of) if parameter_of else fields))
     except FileNotFoundError:
         raise RunError(f"There is no checkpoint {path}: run `dflash train` first.") from None
-    except (Exception, CheckpointException) as error:  # whatever a damaged one makes torch raise
+    except (Exception, CheckpointException) as error:  # whatever torch raises; the second is a BaseException
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RunError(
             f"The checkpoint {path} is damaged ({reason}): remove it to go on from the one before."

@@ -104,7 +104,10 @@ def test_a_drafter_of_a_target_that_scales_its_embeddings_is_refused(save_family
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="no environment with speculators: run `make speculators`")
+@pytest.mark.skipif(
+    not PYTHON.exists(),
+    reason="vLLM's speculators is missing, whose packages are not ours: `make speculators` gives it an environment",
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_speculators_gives_our_draft_logits_and_converts_zlabs_form_into_ours(save_family, family, tmp_path) -> None:
     folder = save_family(family)

@@ -57,7 +57,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(configure, tmp_p
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], check=False).returncode:
-        pytest.skip("mounting a small tmpfs needs root")
+        pytest.skip("no small disk to fill: mounting a tmpfs needs root, which this process is not")
     try:
         config = configure(disk / "cache", buffer_bytes=1)
 
