@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_cache.data.inputs import UnusableError
@@ -140,6 +140,8 @@ JSON = st.recursive(
 KEYS = ["messages", "conversations", "turns", "prompt", "response", "instruction", "input", "output", "history"]
 
 
+# A fresh clone's first text makes hypothesis build its Unicode tables, a second that counts as slow input.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from([*KEYS, "text", "tools", "system"]), JSON, max_size=4))
 def test_any_json_is_a_conversation_or_has_a_reason(record: dict[str, Any]) -> None:
     try:
