@@ -21,6 +21,8 @@ from dflash_cache.errors import CacheError, WriteError
 BEAT_SECONDS = 10.0
 WATCH_SECONDS = 45.0
 _POLL_SECONDS = 1.0
+_LOOKS = 5
+_LOOK_SECONDS = 0.3
 
 
 class WriterMarker:
@@ -53,8 +55,11 @@ class WriterMarker:
 
     def check(self) -> None:
         """Raise WriteError if someone else has taken the cache over."""
-        found = self._store.read(MARKER)
-        was = _parse(found) if found is not None else {}
+        for _ in range(_LOOKS):
+            was = _parse(self._store.read(MARKER) or b"")
+            if was:
+                break
+            time.sleep(_LOOK_SECONDS)  # where a put is not atomic (HDFS, a mounted disk), it may be under way
         if was.get("token") != self._token:
             raise WriteError(
                 f"The cache at {self._store.place} is not this run's any more, {was.get('owner', 'someone')} has taken "
