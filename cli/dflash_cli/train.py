@@ -1,5 +1,6 @@
 """`dflash train`: the drafter, from the cache alone."""
 
+import json
 from contextlib import ExitStack
 from functools import partial
 from itertools import count, takewhile
@@ -28,9 +29,18 @@ def register(app: typer.Typer) -> None:
             str | None,
             typer.Option(help="One rank a device: all (GPUs), 0,1 (these GPUs), or cpu:2.", show_default=False),
         ] = None,
+        start: Annotated[
+            Path | None,
+            typer.Option(
+                "--from",
+                help="Start from an earlier drafter: a checkpoint, a run's folder, or one in z-lab's format.",
+                show_default=False,
+            ),
+        ] = None,
     ) -> None:
         """Train a drafter from the cache; goes on where it was stopped."""
-        settings = load_config(config, overrides or [])
+        overrides = [*(overrides or []), *([f"drafter.init_from={json.dumps(str(start))}"] if start else [])]
+        settings = load_config(config, overrides)
         if devices is None:
             train_drafter(settings)
         else:

@@ -152,6 +152,11 @@ class DrafterSettings(Settings):
         "random",
         description="target-layers: start from the target's last layers, `fc` passing the deepest captured one through",
     )
+    init_from: str | None = Field(
+        None,
+        description="start from an earlier drafter instead: a checkpoint, a run's folder (its best one), or a folder "
+        "in z-lab's format; its mask token is kept unless mask_token_id names another",
+    )
 
 
 class ObjectiveSettings(Settings):

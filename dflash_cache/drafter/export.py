@@ -149,9 +149,23 @@ def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
 
 
 def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
-    """The shape behind a published config.json, older (top-level `block_size`) or newer (inside `dflash_config`)."""
+    """The shape behind a published config.json, older (top-level `block_size`) or newer (inside `dflash_config`).
+
+    Raises ValueError for what `Drafter` does not compute, KeyError for a missing key.
+    """
     own = config["dflash_config"]
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
+    unlike = {
+        f"rope_type {rope_type}": rope_type != "default",
+        f"layer_types {', '.join(sorted(other_layers))}": bool(other_layers),
+        "use_sliding_window": bool(config.get("use_sliding_window")),
+        "attention_bias": bool(config.get("attention_bias")),
+        f"hidden_act {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
+    }
+    if found := [name for name, is_so in unlike.items() if is_so]:
+        raise ValueError(f"drafters with {' and '.join(found)} are not supported")
     return DrafterShape(
         hidden_size=config["hidden_size"],
         num_layers=config["num_hidden_layers"],

@@ -48,6 +48,7 @@ from dflash_cache.train.checkpoint import (
     load_checkpoint,
     restore_best,
 )
+from dflash_cache.train.earlier import fingerprint, keep_mask_token, load_earlier, start_from
 from dflash_cache.train.forward import DraftPass
 from dflash_cache.train.ranks import Ranks
 from dflash_cache.train.sampler import EpochOrder, order_fingerprint
@@ -159,14 +160,21 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
             reader = stack.enter_context(open_reader(config))
         files = TargetFiles(config.target)
         check_cache(reader, files, config)
+        earlier = load_earlier(config.drafter, Path(config.run_dir))
+        wanted = keep_mask_token(config.drafter, earlier)
         shape = shape_from_target(
             files.load_config(),
-            config.drafter,
+            wanted,
             reader.manifest.drafter_layer_ids,
-            choose_mask_token(config.drafter, reader.manifest.vocab_size, reader.manifest.mask_token_candidates),
+            choose_mask_token(wanted, reader.manifest.vocab_size, reader.manifest.mask_token_candidates),
         )
         drafter = Drafter(shape)
-        start_drafter(drafter, config.drafter, files, settings.seed)
+        init: str = config.drafter.init
+        if earlier is None:
+            start_drafter(drafter, config.drafter, files, settings.seed)
+        else:
+            start_from(drafter, earlier, str(config.drafter.init_from))
+            init = f"weights {fingerprint(drafter)}"
         draft = DraftPass(drafter.to(device))
         average_draft = None if settings.ema_decay is None else DraftPass(start_average(drafter))
         if settings.parallel == "sharded" and ranks.world_size > 1:
@@ -189,7 +197,7 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
             step=0,
         )
         run.epoch_steps = [count_steps(run, epoch) for epoch in range(settings.epochs)]
-        run.identity = identify(run)
+        run.identity = identify(run, init)
         _resume(run)
         _check_ranks(run)
         if ranks.is_first:
@@ -287,9 +295,10 @@ def make_optimizers(drafter: Drafter, settings: TrainSettings) -> list[torch.opt
     ]
 
 
-def identify(run: TrainingRun) -> dict[str, Any]:
+def identify(run: TrainingRun, init: str) -> dict[str, Any]:
     """What decides a run's bits: the cache, the drafter, the objective, and the training settings but for logging.
 
+    `init` says where its weights started; an earlier drafter counts by its weights, wherever it lies.
     A step may be split over any number of ranks, so its size stands for accumulation and ranks. The first epoch's
     order stands for all that it is made with, down to numpy's random numbers.
     """
@@ -304,7 +313,7 @@ def identify(run: TrainingRun) -> dict[str, Any]:
     order = EpochOrder.from_plan(plan, config.train, 0, ranks.world_size)
     return {
         "cache": run.reader.fingerprint,
-        "init": config.drafter.init,
+        "init": init,
         "device": ranks.device.type,
         ORDER: order_fingerprint(plan, order),
         "train.accumulation × ranks": config.train.accumulation * ranks.world_size,
