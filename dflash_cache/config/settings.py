@@ -79,6 +79,12 @@ class DataSettings(Settings):
     )
     max_length: PositiveInt = Field(2048, description="tokens; a longer sample is handled as `overlong` says")
     overlong: Literal["drop", "truncate"] = Field("drop", description="drop the sample, or cut its end off")
+    train_on: Literal["all-assistant", "last-assistant"] = Field(
+        "all-assistant", description="which answers of a conversation are supervised: all, or the last one"
+    )
+    drop_duplicates: bool = Field(
+        True, description="leave out a conversation that says the same as one before it; what is appended counts anew"
+    )
     min_answer_tokens: PositiveInt = Field(2, description="samples with fewer supervised tokens are left out")
     bucket_bounds: tuple[PositiveInt, ...] | None = Field(
         None,

@@ -8,12 +8,13 @@ read one by one, in order; what is kept in memory is the usable conversations.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_128_digest
 
 from dflash_cache.data.inputs import ADVICE, UnusableError, read_records
 from dflash_cache.data.records import Conversation, parse_record
 from dflash_cache.errors import DataError
 
+DUPLICATE = "the same as a conversation before"
 _MEND = "mend or remove the record, or set data.strict to false to skip and count such records"
 
 
@@ -47,9 +48,10 @@ class ReadResult:
         return sum(self.shapes.values()) + sum(self.skipped.values())
 
 
-def read_conversations(paths: Sequence[str], strict: bool) -> ReadResult:
+def read_conversations(paths: Sequence[str], strict: bool, drop_duplicates: bool = False) -> ReadResult:
     """Read all paths in order; `strict` stops at the first unusable record instead of counting it.
 
+    With `drop_duplicates`, a conversation that says the same as one before it is counted, and is no reason to stop.
     Raises DataError (RecordError for a record) also if a file cannot be read or no record at all can be used.
     """
     conversations: list[Conversation] = []
@@ -57,6 +59,12 @@ def read_conversations(paths: Sequence[str], strict: bool) -> ReadResult:
     skipped: dict[str, int] = {}
     first_skipped: dict[str, str] = {}
     hasher = xxh3_64()
+    known: set[bytes] = set()
+
+    def skip(reason: str, source: str) -> None:
+        skipped[reason] = skipped.get(reason, 0) + 1
+        first_skipped.setdefault(reason, source)
+
     for source, record in read_records(paths):
         try:
             if isinstance(record, UnusableError):
@@ -66,10 +74,16 @@ def read_conversations(paths: Sequence[str], strict: bool) -> ReadResult:
             reason, detail = error.args
             if strict:
                 raise RecordError(source, reason, detail) from None
-            skipped[reason] = skipped.get(reason, 0) + 1
-            first_skipped.setdefault(reason, source)
+            skip(reason, source)
             continue
-        hasher.update(conversation.spell())
+        spelled = conversation.spell()
+        if drop_duplicates:
+            digest = xxh3_128_digest(spelled)
+            if digest in known:
+                skip(DUPLICATE, source)
+                continue
+            known.add(digest)
+        hasher.update(spelled)
         shapes[shape] = shapes.get(shape, 0) + 1
         conversations.append(conversation)
     if not conversations:

@@ -65,9 +65,12 @@ def answer_sample(prompt_ids: Sequence[int] | np.ndarray, answer_ids: Sequence[i
 
 
 def tokenize_conversation(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, stop_ids: frozenset[int] = frozenset()
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    stop_ids: frozenset[int] = frozenset(),
+    last_only: bool = False,
 ) -> Tokens:
-    """The whole conversation; every answer is supervised with its stop token, or only the last one.
+    """The whole conversation; every answer is supervised with its stop token, with `last_only` the last one alone.
 
     `stop_ids` are the target's stop tokens besides the tokenizer's end of sequence. Where the template changes an
     earlier answer once more follows (it drops its reasoning, say), the target never sees both as one text, and only
@@ -80,9 +83,11 @@ def tokenize_conversation(
     if not answers:
         raise RecordError(conversation.source, "no answer")
     if tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()):
-        return _tokenize_marked(tokenizer, conversation)
+        marked = _tokenize_marked(tokenizer, conversation)
+        return _clear_earlier_answers(tokenizer, conversation, marked, answers[-1]) if last_only else marked
     input_ids = _encode(tokenizer, _render(tokenizer, conversation))
     stops = stop_ids | {tokenizer.eos_token_id}
+    answers = answers[-1:] if last_only else answers
     try:
         spans = [_find_answer(tokenizer, conversation, input_ids, stops, i) for i in answers]
     except RecordError:
@@ -132,6 +137,18 @@ def _tokenize_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversat
     if not loss_mask.any():
         raise RecordError(conversation.source, "the chat template marks no token of the answers")
     return Tokens(np.asarray(encoded["input_ids"], np.int32), loss_mask)
+
+
+def _clear_earlier_answers(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tokens: Tokens, last: int
+) -> Tokens:
+    """Only what follows the prompt of the answer in message `last` stays supervised."""
+    prompt = _encode(
+        tokenizer, _render(tokenizer, replace(conversation, messages=conversation.messages[:last]), ask=True)
+    )
+    if tokens.input_ids[: len(prompt)].tolist() != prompt:
+        raise RecordError(conversation.source, "the chat template changes the prompt once it is answered")
+    return replace(tokens, loss_mask=tokens.loss_mask & (np.arange(len(tokens.loss_mask)) >= len(prompt)))
 
 
 def _find_answer(

@@ -59,7 +59,7 @@ def forecast(config: Config, observer: Observer) -> Forecast:
     files = TargetFiles(config.target)
     target_config = files.load_config()
     num_layers = len(resolve_layer_ids(config.target, target_config))
-    read = read_conversations(config.data.paths, config.data.strict)
+    read = read_conversations(config.data.paths, config.data.strict, config.data.drop_duplicates)
     observer.skipped(read.skipped, read.first_skipped)
     answered_N = _measure_answered(config, read, observer)
     open_N = _bound_open(config, read)

@@ -92,7 +92,7 @@ def prepare(config: Config, loader: Loader, observer: Observer, append: bool = F
     layer_ids = resolve_layer_ids(config.target, target_config)
     tokenizer = load_tokenizer(config.target)
     check_template(tokenizer, config.target.model)
-    read = read_conversations(config.data.paths, config.data.strict)
+    read = read_conversations(config.data.paths, config.data.strict, config.data.drop_duplicates)
     observer.skipped(read.skipped, read.first_skipped)
     fingerprint = files.fingerprint()
 
@@ -186,6 +186,7 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
     """The table of samples; those in `answered` have their answers from there."""
     tokenizer = load_tokenizer(config.target)
     stop_ids = stop_ids_of(config.target, tokenizer)
+    last_only = config.data.train_on == "last-assistant"
     reasons: Counter[str] = Counter()
     first: dict[str, str] = {}
 
@@ -200,7 +201,7 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
                     if config.respond.enabled:  # raises: else it were answered
                         tokenize_prompt(tokenizer, conversation.messages, source, conversation.tools)
                     raise RecordError(source, "no answer, and respond.enabled is off")
-                yield source, tokenize_conversation(tokenizer, conversation, stop_ids)
+                yield source, tokenize_conversation(tokenizer, conversation, stop_ids, last_only)
             except RecordError as error:
                 if config.data.strict:
                     raise

@@ -188,3 +188,25 @@ def test_a_missing_file_an_empty_folder_and_files_without_records_are_told_in_on
         f"No record can be used in {bad}, {empty} (skipped: 2 invalid JSON, first {bad}:1; 1 empty line, "
         f"first {bad}:2): {PLACES}, with conversations in it."
     )
+
+
+def test_a_conversation_that_says_the_same_in_another_shape_is_a_duplicate_and_no_reason_to_stop(
+    tmp_path: Path,
+) -> None:
+    messages = b'{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]}'
+    other = b'{"prompt": "Hello", "response": "Hi!"}'
+    for name, lines in (("all", [GOOD, other, messages, GOOD]), ("once", [GOOD, other])):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(lines))
+    found, once = (
+        read_conversations([str(tmp_path / f"{name}.jsonl")], strict=True, drop_duplicates=True)
+        for name in ("all", "once")
+    )
+    assert [conversation.messages for conversation in found.conversations] == [
+        HELLO,
+        (Message("user", "Hello"), Message("assistant", "Hi!")),
+    ]
+    assert found.skipped == {"the same as a conversation before": 2}
+    assert found.first_skipped["the same as a conversation before"].endswith("all.jsonl:3")
+    assert found.fingerprint == once.fingerprint
+    assert found.num_records == 4
+    assert len(read_conversations([str(tmp_path / "all.jsonl")], strict=True).conversations) == 4

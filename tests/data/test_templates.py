@@ -376,3 +376,15 @@ def test_tools_calls_and_reasoning_are_given_to_the_template() -> None:
     ]
     prompt = tokenize_prompt(tokenizer, messages[:3], "a:1", (tool,))
     assert tokens.input_ids[: len(prompt)].tolist() == prompt
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, HEADERS])
+def test_the_last_answer_alone_is_supervised_where_that_is_asked_for(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    conversation = talk("One?", "Two, then.", "Three?", "Four.")
+    every, last = (tokenize_conversation(tokenizer, conversation, last_only=each) for each in (False, True))
+    assert last.input_ids.tolist() == every.input_ids.tolist()
+    assert len(supervised(tokenizer, every)) == 2
+    assert supervised(tokenizer, last) == supervised(tokenizer, every)[1:]
+    assert supervised(tokenizer, last)[0].startswith("Four.")
+    assert last.unsupervised_answers == 0
