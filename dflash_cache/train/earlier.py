@@ -10,7 +10,7 @@ from dflash_cache.drafter.model import Drafter
 from dflash_cache.errors import ConfigError
 from dflash_cache.train.checkpoint import best_path, checkpoints_dir, differences, latest_path, load_drafter
 
-# no tensor depends on these, and a drafter learns another block size or mask token quickly
+# no tensor has a size or a scale that depends on these; the block size may change, and a mask token be named anew
 _MAY_DIFFER = ("block_size", "mask_token_id", "max_position_embeddings", "initializer_range")
 
 
