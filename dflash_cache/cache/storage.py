@@ -19,7 +19,7 @@ from xxhash import xxh3_64
 from dflash_cache.cache.shards import DATA_BEGIN, ShardLayout, read_layout
 
 PAGE_BYTES = 4096
-_CACHED_PIECE_BYTES = 256 << 10  # a piece is hashed while it is in the second-level cache
+_CACHED_PIECE_BYTES = 512 << 10  # a piece is hashed while it is in the second-level cache
 _DIRECT_PIECE_BYTES = 8 << 20  # a device is fast at long reads only
 
 
@@ -49,14 +49,15 @@ class Shard:
         descriptor = self._descriptor_for(hidden_bytes, offset)
         piece_bytes = _DIRECT_PIECE_BYTES if descriptor == self.direct else _CACHED_PIECE_BYTES
         if hasher is None:
-            read_exactly(descriptor, hidden_bytes, offset)
+            read_exactly(descriptor, hidden_bytes.data, offset)
         else:
-            for at in range(0, len(hidden_bytes), piece_bytes):
-                piece = hidden_bytes[at : at + piece_bytes]
+            view = hidden_bytes.data
+            for at in range(0, len(view), piece_bytes):
+                piece = view[at : at + piece_bytes]
                 read_exactly(descriptor, piece, offset + at)
-                hasher.update(piece.data)  # releases the GIL
-        read_exactly(self.descriptor, ids.view(np.uint8), layout.ids_begin + begin * ids.itemsize)
-        read_exactly(self.descriptor, mask, layout.mask_begin + begin)
+                hasher.update(piece)  # releases the GIL
+        read_exactly(self.descriptor, ids.view(np.uint8).data, layout.ids_begin + begin * ids.itemsize)
+        read_exactly(self.descriptor, mask.data, layout.mask_begin + begin)
         if hasher is None:
             return None
         hasher.update(ids.view(np.uint8).data)
@@ -160,9 +161,8 @@ def open_shard(path: Path, direct_io: bool = False) -> Shard:
         raise
 
 
-def read_exactly(descriptor: int, target: np.ndarray, offset: int) -> None:
-    """Fill `target` (flat, uint8) from `offset` of the file; one read takes 2 GiB at most."""
-    view = target.data
+def read_exactly(descriptor: int, view: memoryview, offset: int) -> None:
+    """Fill `view` (flat, unsigned bytes) from `offset` of the file; one read takes 2 GiB at most."""
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
