@@ -5,9 +5,10 @@ jobs from the cache itself. A worker that dies ends the run: the others stop aft
 """
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -24,17 +25,18 @@ from torch.multiprocessing import get_context
 from dflash_cache.config.settings import Config
 from dflash_cache.drafter.device import list_devices
 from dflash_cache.errors import CacheError, ConfigError, DFlashError
+from dflash_cache.target.answers import ANNOUNCED, answer_batches
 from dflash_cache.target.dealer import Dealer, StoppedError
 from dflash_cache.target.interrupts import terminate_like_interrupt
-from dflash_cache.target.load import load_target
 from dflash_cache.target.observer import Observer
-from dflash_cache.target.prepare import read_preparation
+from dflash_cache.target.prepare import Loader, read_preparation
 from dflash_cache.target.work import work
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.2
 _MEETING = timedelta(seconds=10)  # the store listens before any worker starts; meanwhile the cache stays locked
 _INTERRUPTED = 130
+_ENDED_BY_US = (_INTERRUPTED, -signal.SIGTERM)
 
 
 def worker_devices(config: Config) -> list[str]:
@@ -48,47 +50,68 @@ def worker_devices(config: Config) -> list[str]:
     return devices
 
 
-def run_crew(config: Config, devices: Sequence[str], dealer: Dealer, address: "Address", observer: Observer) -> None:
-    """One worker process a device, until all jobs are done; the progress is that of all.
-
-    Raises CacheError when a worker fails or dies; the others then end after their job. KeyboardInterrupt likewise.
-    """
-    context: BaseContext = get_context("spawn")  # a fork would not survive an initialised GPU
-    processes = [
-        context.Process(  # type: ignore[attr-defined]  # every context has it
-            target=_run_worker,
-            args=(on_device(config, device), address.for_child(context), rank, len(devices)),
-            name=f"worker {rank} ({device})",
-        )
-        for rank, device in enumerate(devices)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        _watch(processes, dealer, observer, address.total_tokens)
-    finally:
-        dealer.stop()
-        for process in processes:
-            if process.pid is not None:
-                process.join()
-    failed = [(rank, process) for rank, process in enumerate(processes) if process.exitcode]
-    if failed:
-        raise CacheError(" ".join(_describe_end(address.store, rank, process) for rank, process in failed))
-
-
 @dataclass(frozen=True)
-class Address:
-    """Where workers find the counters, and what they hold on to: the descriptor of the cache's lock."""
+class Crew:
+    """One worker process a device: which, with what configuration, and the store of counters that they ask.
 
+    lock: the descriptor of the cache's lock, which they hold on to, so that it outlives whoever started them.
+    """
+
+    config: Config
+    devices: Sequence[str]
     store: TCPStore
     lock: int | None
-    total_tokens: int
 
-    def for_child(self, context: BaseContext) -> tuple[int, Any]:
-        """The port, and the lock as a process that is being started inherits it."""
+    def run(self, task: "Task", dealer: Dealer, tell: Callable[[], object], gives_up: bool = False) -> None:
+        """All workers at `task` until `dealer` has no more; `tell` is called now and then, and at the end.
+
+        Raises CacheError when a worker fails or dies; the others then end after what they are at, or give it up if
+        `gives_up`. KeyboardInterrupt likewise.
+        """
+        context: BaseContext = get_context("spawn")  # a fork would not survive an initialised GPU
+        address = (self.store.port, self._inheritable_lock(context))
+        processes = [
+            context.Process(  # type: ignore[attr-defined]  # every context has it
+                target=_run_worker,
+                args=(task, on_device(self.config, device), address, rank, len(self.devices)),
+                name=f"worker {rank} ({device})",
+            )
+            for rank, device in enumerate(self.devices)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _watch(processes, tell)
+        finally:
+            dealer.stop()
+            started = [process for process in processes if process.pid is not None]
+            for process in started:
+                if gives_up and process.is_alive():
+                    process.terminate()
+            for process in started:
+                process.join()
+        ended = {rank: process for rank, process in enumerate(processes) if process.exitcode}
+        failed = {rank: process for rank, process in ended.items() if process.exitcode not in _ENDED_BY_US} or ended
+        if failed:
+            raise CacheError(" ".join(_describe_end(self.store, rank, process) for rank, process in failed.items()))
+
+    def _inheritable_lock(self, context: BaseContext) -> "_Inherited | None":
         if self.lock is None or context.get_start_method() == "fork":  # a fork inherits every descriptor
-            return self.store.port, None
-        return self.store.port, _Inherited(self.lock)
+            return None
+        return _Inherited(self.lock)
+
+
+Task = Callable[[Config, Loader, Store], None]
+
+
+def fill_dealt(config: Config, loader: Loader, store: Store) -> None:
+    """A worker's task: the jobs of the cache."""
+    work(config, loader.load(), read_preparation(config), Dealer(store), Observer())
+
+
+def answer_dealt(config: Config, loader: Loader, store: Store) -> None:
+    """A worker's task: the target's own answers."""
+    answer_batches(config, loader.load, store)
 
 
 class _Inherited:
@@ -116,7 +139,7 @@ def on_device(config: Config, device: str) -> Config:
     return config.model_copy(update={"target": target})
 
 
-def _run_worker(config: Config, address: tuple[int, Any], rank: int, num_workers: int) -> None:
+def _run_worker(task: Task, config: Config, address: tuple[int, Any], rank: int, num_workers: int) -> None:
     """What a worker process does; it tells its error through the store, and ends with a code that is not 0."""
     port, _lock = address
     try:
@@ -127,7 +150,7 @@ def _run_worker(config: Config, address: tuple[int, Any], rank: int, num_workers
         with terminate_like_interrupt():
             if config.target.device == "cpu":  # workers on one CPU share its cores
                 torch.set_num_threads(max(1, torch.get_num_threads() // num_workers))
-            work(config, load_target(config.target), read_preparation(config), Dealer(store), Observer())
+            task(config, Loader(config), store)
     except DFlashError as error:
         store.set(f"error/{rank}", str(error))
         sys.exit(2)
@@ -135,17 +158,16 @@ def _run_worker(config: Config, address: tuple[int, Any], rank: int, num_workers
         sys.exit(_INTERRUPTED)
 
 
-def _watch(processes: Sequence[BaseProcess], dealer: Dealer, observer: Observer, total_tokens: int) -> None:
+def _watch(processes: Sequence[BaseProcess], tell: Callable[[], object]) -> None:
     """Show progress until all have ended, or the first has failed."""
-    show = _Changes(dealer, observer, total_tokens)
     while running := [process for process in processes if process.is_alive()]:
         wait([process.sentinel for process in running], timeout=_POLL_SECONDS)
-        show()
+        tell()
         if any(process.exitcode for process in processes):
             return
 
 
-class _Changes:
+class TokensTold:
     """Tells the observer the tokens of all workers, when they have changed."""
 
     def __init__(self, dealer: Dealer, observer: Observer, total_tokens: int) -> None:
@@ -153,6 +175,7 @@ class _Changes:
         self._told = -1
 
     def __call__(self) -> None:
+        """Look, and tell."""
         done = self._dealer.add_tokens(0)
         if done != self._told:
             self._observer.forwarding(done, self._total_tokens)
@@ -176,23 +199,26 @@ class Launched:
     num_workers: int
 
     def follow(self, config: Config) -> None:
-        """Work as one of the others: wait until the first has prepared, then do jobs."""
+        """Work as one of the others: answer if there is what to answer, then do jobs once the first has prepared."""
+        config = own_device(config)
+        loader, has_answered = Loader(config), False
         try:
             while not self.store.check(["jobs"]):
                 if self.store.check(["failed"]):
                     raise CacheError("The first worker could not prepare the cache: see its message.")
+                if not has_answered and self.store.check([ANNOUNCED]):
+                    answer_dealt(config, loader, self.store)
+                    has_answered = True
                 time.sleep(_POLL_SECONDS)
-            preparation = read_preparation(config)
-            work(config, load_target(own_device(config).target), preparation, Dealer(self.store), Observer())
+            fill_dealt(config, loader, self.store)
             self.store.add("ended", 1)
         except (DistError, StoppedError):
             raise CacheError("The first worker is gone: run the same command again.") from None
 
-    def wait_for_others(self, dealer: Dealer, observer: Observer, total_tokens: int) -> None:
+    def wait_for_others(self, tell: Callable[[], object]) -> None:
         """Until all others have ended well; one that fails is the launcher's to notice."""
-        show = _Changes(dealer, observer, total_tokens)
         while self.store.add("ended", 0) < self.num_workers - 1:
-            show()
+            tell()
             time.sleep(_POLL_SECONDS)
 
 

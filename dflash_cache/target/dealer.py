@@ -63,6 +63,10 @@ class Dealer:
         """Count bad samples; returns those of all workers, and of earlier runs."""
         return self._add("bad", num_samples)
 
+    def add_answers(self, num_prompts: int) -> int:
+        """Count prompts as answered; returns those of all workers."""
+        return self._add("answers", num_prompts)
+
     def _is_paused(self) -> bool:
         try:
             return self._store.get("paused") == b"1"

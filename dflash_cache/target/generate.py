@@ -8,6 +8,7 @@ is forwarded whole and gives the same bits; only what is missing is written.
 """
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,22 +37,28 @@ from dflash_cache.cache.staging import Staging
 from dflash_cache.cache.writer import next_shard_numbers, remove_orphans
 from dflash_cache.config.settings import Config
 from dflash_cache.errors import CacheError, ConfigError, DFlashError, TargetError
+from dflash_cache.target.answers import AnswersTold, answer_batches, deal_batches
 from dflash_cache.target.append import belongs, differences_but_data, join_parts
 from dflash_cache.target.crew import (
-    Address,
+    Crew,
     Launched,
+    TokensTold,
+    answer_dealt,
+    fill_dealt,
     join_launcher,
     on_device,
     open_local_store,
     own_device,
-    run_crew,
     worker_devices,
 )
 from dflash_cache.target.dealer import Dealer, StoppedError
 from dflash_cache.target.interrupts import terminate_like_interrupt
 from dflash_cache.target.observer import Estimate, Observer
 from dflash_cache.target.prepare import Loader, Preparation, prepare, write_preparation
+from dflash_cache.target.respond import is_pending, list_batches, read_answers, respond
 from dflash_cache.target.work import check_bad_share, missing_samples, plan_buffers, work
+
+_POLL_SECONDS = 0.2
 
 
 def generate(config: Config, observer: Observer, append: bool = False) -> Manifest | None:
@@ -110,23 +117,74 @@ class Run:
     staging: Staging | None
 
 
+@dataclass(frozen=True)
+class Workers:
+    """Who works: this process alone, a crew that it starts, or this process and others that a launcher started."""
+
+    config: Config
+    loader: Loader
+    store: Store
+    crew: Crew | None
+    launched: Launched | None
+    observer: Observer
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self.crew.devices) if self.crew else self.launched.num_workers if self.launched else 1
+
+    def answer(self, prompts: list[list[int]], folder: Path) -> list[list[int]]:
+        """The target's own answers to prompts, all workers taking part. Raises CacheError."""
+        settings, progress = self.config.respond, self.observer.responding
+        pending = [batch for batch in list_batches(prompts, settings) if is_pending(batch, folder)]
+        if not pending or self.number == 1:
+            return respond(self.loader.load(), prompts, settings, folder, progress)
+        dealer = deal_batches(self.config, self.store, prompts, folder, pending)
+        tell = AnswersTold(dealer, len(prompts) - sum(len(batch.members) for batch in pending), len(prompts), progress)
+        if self.crew:
+            self.crew.run(answer_dealt, dealer, tell, gives_up=True)  # a batch can take minutes
+        else:
+            answer_batches(self.config, self.loader.load, self.store, tell)
+            while not tell():  # a worker that fails is the launcher's to notice
+                time.sleep(_POLL_SECONDS)
+        return read_answers(prompts, settings, folder)
+
+    def forward(self, preparation: Preparation, dealer: Dealer, any_missing: bool) -> None:
+        """The dealt jobs, until all workers have ended."""
+        tell = TokensTold(dealer, self.observer, int(preparation.lengths.sum()))
+        if any_missing and self.crew:
+            self.loader.drop()
+            self.crew.run(fill_dealt, dealer, tell)
+        elif any_missing:
+            work(self.config, self.loader.load(), preparation, dealer, self.observer)
+        if self.launched:
+            self.launched.wait_for_others(tell)
+
+
+def gather(run: Run, observer: Observer) -> Workers:
+    """The workers that the configuration or the launcher asks for. Raises ConfigError."""
+    config, launched = run.config, run.launched
+    devices = worker_devices(config)
+    if launched is not None:
+        config = own_device(config)
+        return Workers(config, Loader(config), launched.store, None, launched, observer)
+    if len(devices) == 1:
+        config = on_device(config, devices[0])
+        return Workers(config, Loader(config), HashStore(), None, None, observer)
+    store = open_local_store()
+    return Workers(config, Loader(config), store, Crew(config, devices, store, run.lock), None, observer)
+
+
 def fill(run: Run, observer: Observer) -> Manifest:
     """Prepare, do the missing jobs with one worker or many, consolidate; the cache is locked."""
-    config, launched = run.config, run.launched
-    cache_dir = Path(config.cache_dir)
-    devices = worker_devices(config)
-    if launched is None and len(devices) == 1:
-        config = on_device(config, devices[0])
-    elif launched is not None:
-        config = own_device(config)
-    loader = Loader(config)
-    preparation = claim(run, prepare(config, loader, observer, run.append), observer)
+    cache_dir = Path(run.config.cache_dir)
+    workers = gather(run, observer)
+    preparation = claim(run, prepare(workers.config, workers.answer, observer, run.append), observer)
     if run.staging is not None:
         run.staging.put_tables()
 
     missing = missing_samples(cache_dir, len(preparation.bucket_N))
-    num_workers = launched.num_workers if launched else len(devices)
-    estimate = estimate_size(run, preparation, missing, num_workers)
+    estimate = estimate_size(run, preparation, missing, workers.number)
     observer.estimated(estimate)
     if estimate.disk_bytes > estimate.free_bytes:
         raise CacheError(
@@ -134,18 +192,10 @@ def fill(run: Run, observer: Observer) -> Manifest:
             f"{estimate.free_bytes / 1e9:,.1f} GB free: make room, name another cache_dir, or cache fewer "
             "conversations or layers (data, target.num_layers)."
         )
-    crowd = open_local_store() if launched is None and len(devices) > 1 else None
-    store = launched.store if launched else crowd or HashStore()
-    dealer = begin_deal(store, config, preparation, missing)
+    dealer = begin_deal(workers.store, run.config, preparation, missing)
     putting = run.staging.putting(dealer.pause, dealer.stop) if run.staging is not None else nullcontext()
     with tell_what_is_safe(cache_dir, preparation), putting:
-        if missing.any() and crowd is not None:
-            loader.drop()
-            run_crew(config, devices, dealer, Address(crowd, run.lock, estimate.num_tokens), observer)
-        elif missing.any():
-            work(config, loader.load(), preparation, dealer, observer)
-        if launched:
-            launched.wait_for_others(dealer, observer, estimate.num_tokens)
+        workers.forward(preparation, dealer, bool(missing.any()))
     consolidate(cache_dir)
     report_rejected(cache_dir, preparation, observer)
     return preparation.manifest

@@ -4,7 +4,7 @@ It is the same on every run with the same configuration, so a stopped run goes o
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -45,7 +45,9 @@ from dflash_cache.target.load import (
     stop_ids_of,
 )
 from dflash_cache.target.observer import Observer
-from dflash_cache.target.respond import respond
+
+# From prompts, and the folder where answers are kept, to each prompt's answer; both as token ids.
+Answerer = Callable[[list[list[int]], Path], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class Loader:
         self._target = None
 
 
-def prepare(config: Config, loader: Loader, observer: Observer, append: bool = False) -> Preparation:
-    """Read, answer, tokenize, bucket and list, to begin a cache or to `append` to one.
+def prepare(config: Config, answerer: Answerer, observer: Observer, append: bool = False) -> Preparation:
+    """Read, have `answerer` answer, tokenize, bucket and list, to begin a cache or to `append` to one.
 
     Raises ConfigError, DataError or TargetError.
     """
@@ -96,7 +98,7 @@ def prepare(config: Config, loader: Loader, observer: Observer, append: bool = F
     observer.skipped(read.skipped, read.first_skipped)
     fingerprint = files.fingerprint()
 
-    samples = build(config, read, answer(config, read, loader, observer, append), observer)
+    samples = build(config, read, answer(config, read, answerer, append), observer)
     lengths = samples["length"].to_numpy()
     bounds = config.data.bucket_bounds or quantile_bounds(lengths, config.data.num_buckets, config.data.max_length)
     bucket_N = assign_buckets(lengths, bounds)
@@ -217,7 +219,7 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
     return table
 
 
-def answer(config: Config, read: ReadResult, loader: Loader, observer: Observer, append: bool) -> dict[str, Tokens]:
+def answer(config: Config, read: ReadResult, answerer: Answerer, append: bool) -> dict[str, Tokens]:
     """The target's own answers by source, of conversations that end with the user's message, if `respond` is on.
 
     What is appended to a cache has a folder for its answers of its own, told by its prompts.
@@ -237,7 +239,7 @@ def answer(config: Config, read: ReadResult, loader: Loader, observer: Observer,
     folder = responses_dir(Path(config.cache_dir))
     if append and manifest_path(Path(config.cache_dir)).exists():
         folder /= f"appended-{xxh3_64(repr([*prompts.values()]).encode()).hexdigest()}"
-    replies = respond(loader.load(), [*prompts.values()], config.respond, folder, observer.responding)
+    replies = answerer([*prompts.values()], folder)
     return {
         source: answer_sample(prompt, reply) for (source, prompt), reply in zip(prompts.items(), replies, strict=True)
     }

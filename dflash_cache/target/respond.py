@@ -46,23 +46,58 @@ def respond(
     after each batch.
     Raises CacheError if `folder` holds answers to other prompts, or by another target or other settings.
     """
-    _claim_folder(folder, _describe_plan(target, prompts, settings))
-    answers: list[list[int]] = [[] for _ in prompts]
+    claim_answers(target, prompts, settings, folder)
     done = new_tokens = 0
     progress(done, len(prompts), new_tokens)
+    for batch in list_batches(prompts, settings):
+        if is_pending(batch, folder):
+            new_tokens += batch.make(target, settings, folder)
+        done += len(batch.members)
+        progress(done, len(prompts), new_tokens)
+    return read_answers(prompts, settings, folder)
+
+
+def claim_answers(target: Target, prompts: list[list[int]], settings: RespondSettings, folder: Path) -> None:
+    """Make `folder` that of these answers. Raises CacheError if it holds others; several may claim it at once."""
+    _claim_folder(folder, _describe_plan(target, prompts, settings))
+
+
+@dataclass(frozen=True)
+class AnswerBatch:
+    """A batch's number, the places of its prompts among all, and the prompts."""
+
+    number: int
+    members: list[int]
+    prompts: list[list[int]]
+
+    def make(self, target: Target, settings: RespondSettings, folder: Path) -> int:
+        """Answer it and write the answers; returns how many tokens they have."""
+        generator = _seed_batch(target.device, settings.seed, self.number)
+        replies = answer_batch(target, self.prompts, settings, generator)
+        _write_batch(_batch_path(folder, self.number), self.members, replies)
+        return sum(map(len, replies))
+
+
+def list_batches(prompts: list[list[int]], settings: RespondSettings) -> list[AnswerBatch]:
+    """All batches in their order."""
+    return [
+        AnswerBatch(number, members, [prompts[place] for place in members])
+        for number, members in enumerate(plan_batches(prompts, settings.batch_size))
+    ]
+
+
+def is_pending(batch: AnswerBatch, folder: Path) -> bool:
+    """Whether it has no answers yet."""
+    return not _batch_path(folder, batch.number).exists()
+
+
+def read_answers(prompts: list[list[int]], settings: RespondSettings, folder: Path) -> list[list[int]]:
+    """All answers in the order of their prompts, each batch having been made. Raises CacheError."""
+    answers: list[list[int]] = [[] for _ in prompts]
     for batch, members in enumerate(plan_batches(prompts, settings.batch_size)):
-        path = folder / f"batch-{batch:06d}.parquet"
-        if path.exists():
-            replies = _read_batch(path, members)
-        else:
-            generator = _seed_batch(target.device, settings.seed, batch)
-            replies = answer_batch(target, [prompts[i] for i in members], settings, generator)
-            _write_batch(path, members, replies)
-            new_tokens += sum(map(len, replies))
+        replies = _read_batch(_batch_path(folder, batch), members)
         for place, reply in zip(members, replies, strict=True):
             answers[place] = reply
-        done += len(members)
-        progress(done, len(prompts), new_tokens)
     return answers
 
 
@@ -162,6 +197,10 @@ class _Rows:
             self.places = [self.places[row] for row in going.tolist()]
         self.ids_ST = tokens_S[going, None]
         self.mask_ST = torch.cat([self.mask_ST, self.mask_ST.new_ones(len(going), 1)], dim=1)
+
+
+def _batch_path(folder: Path, batch: int) -> Path:
+    return folder / f"batch-{batch:06d}.parquet"
 
 
 def _seed_batch(device: torch.device, seed: int, batch: int) -> torch.Generator:
