@@ -46,7 +46,8 @@ class BufferPool:
                 break
             if len(memory) >= num_bytes:
                 return memory
-        memory = mmap.mmap(-1, self._largest)
+        # Private: shared memory, mmap's default, gets no huge pages as a rule, and direct reads a third less speed.
+        memory = mmap.mmap(-1, self._largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
