@@ -159,8 +159,8 @@ class CacheReader:
 
 def check_layout(layout: ShardLayout, manifest: Manifest, end: int) -> None:
     """Raise DamageError if the shard is not one of this manifest's, or ends before token `end`."""
-    found, expected = astuple(layout.states), astuple(manifest.states)
-    if found != expected:
+    if layout.states != manifest.states:
+        found, expected = astuple(layout.states), astuple(manifest.states)
         raise DamageError(f"the shard holds layers, hidden size, dtype and codec {found}, the manifest says {expected}")
     if end > layout.num_tokens:
         raise DamageError(f"the shard holds {layout.num_tokens:,} tokens, the index points up to {end:,}")
