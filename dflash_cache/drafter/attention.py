@@ -4,12 +4,28 @@ The two parts are computed apart and joined in one softmax, so that a block neve
 block: memory and work grow with slots × (context + block size) instead of slots × (context + all slots),
 which is what a dense mask over [context | all blocks] costs (peers: FIELD.md, "How peers do it offline").
 
+On a CPU the context's part is torch's flash kernel, which keeps no weights. Its output o with log-sum-exp l and the
+block's joined: with L = log(e^l + Σ e^score) over the block's own scores,
+
+    out = e^(l − L) · o + Σ e^(score − L) · value
+
+and its backward, given `out` and L in the place of o and l, yields the context's share of the gradients of the joined
+softmax, for there each weight is e^(score − L) (as in ring attention, arXiv 2310.01889).
+
 Axes: S samples, A anchors (blocks) of a sample, B slots of a block, T context tokens, K key-value heads,
-G query heads that share one of them, D head size.
+G query heads that share one of them, D head size; Q = A · B · G queries of a key-value head.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_MASK_NUMBERS = 1 << 23  # of the context's mask at once: more anchors are taken in turns
+_HIDDEN = -1e30  # finite, so that a block that sees nothing gets no weight instead of NaN
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attend_blocks(
@@ -23,6 +39,23 @@ def attend_blocks(
     `context` holds keys and values (S, T, K, D), `block` keys and values (S, A, B, K, D); `visible_SA` counts
     the context positions that a block sees, from the first one on. Returns (S, A, B, K, G, D).
     """
+    S, A, B, _, G, _ = query_SABKGD.shape
+    if query_SABKGD.device.type != "cpu" or A == 1:  # one block, as in decoding, has no weights worth saving
+        return attend_densely(query_SABKGD, context, block, visible_SA)
+    at_once = max(1, _MASK_NUMBERS // (S * B * G * context[0].shape[1]))
+    parts = [
+        _FlashAttention.apply(  # type: ignore[no-untyped-call]
+            query_SABKGD[:, part], *context, block[0][:, part], block[1][:, part], visible_SA[:, part]
+        )
+        for part in (slice(begin, begin + at_once) for begin in range(0, A, at_once))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def attend_densely(
+    query_SABKGD: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], visible_SA: Tensor
+) -> Tensor:
+    """The same with all weights in memory: for other devices, for one block, and to compare with."""
     S, A, B, K, G, D = query_SABKGD.shape
     context_key_SKDT = context[0].permute(0, 2, 3, 1)
     context_value_SKTD = context[1].transpose(1, 2)
@@ -44,6 +77,60 @@ def attend_blocks(
     return mixed.permute(0, 2, 3, 1, 4, 5)
 
 
+class _FlashAttention(torch.autograd.Function):
+    """N = S · K · A blocks of R = B · G queries where it is about the block's own part."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        query, context_key, context_value, key, value, visible = tensors
+        S, A, B, K, G, D = ctx.shape = query.shape
+        query_SKQD = query.permute(0, 3, 1, 2, 4, 5).reshape(S, K, A * B * G, D)
+        context = (context_key.transpose(1, 2), context_value.transpose(1, 2))
+        key_NBD, value_NBD = (x.permute(0, 3, 1, 2, 4).reshape(S * K * A, B, D) for x in (key, value))
+        mask = _hide(visible, B * G, context_key.shape[1], query.dtype)
+        over_context, log_SKQ = _flash(query_SKQD, *context, 0.0, False, attn_mask=mask, scale=D**-0.5)
+
+        query_NRD = query_SKQD.view(-1, B * G, D)
+        scores_NRB = torch.bmm(query_NRD, key_NBD.transpose(1, 2)).float().mul_(D**-0.5)
+        log_NR1 = log_SKQ.reshape(-1, B * G, 1)
+        joint_NR1 = torch.logaddexp(log_NR1, scores_NRB.logsumexp(-1, keepdim=True))
+        weights_NRB = scores_NRB.sub_(joint_NR1).exp_()
+        share_NR1 = log_NR1.sub(joint_NR1).exp_().to(query.dtype)
+        out_NRD = torch.baddbmm(over_context.reshape(-1, B * G, D) * share_NR1, weights_NRB.to(query.dtype), value_NBD)
+        ctx.save_for_backward(query_SKQD, *context, key_NBD, value_NBD, mask, out_NRD, joint_NR1, weights_NRB)
+        return out_NRD.view(S, K, A, B, G, D).permute(0, 2, 3, 1, 4, 5)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        S, A, B, K, G, D = ctx.shape
+        query_SKQD, *context, key_NBD, value_NBD, mask, out_NRD, joint_NR1, weights_NRB = ctx.saved_tensors
+        gradient_SKQD = gradients[0].permute(0, 3, 1, 2, 4, 5).reshape(query_SKQD.shape)
+        to_query, to_context_key, to_context_value = _flash_backward(
+            gradient_SKQD, query_SKQD, *context, out_NRD.view(query_SKQD.shape), joint_NR1.view(S, K, -1), 0.0, False,
+            attn_mask=mask, scale=D**-0.5,
+        )  # fmt: skip
+
+        gradient_NRD, query_NRD = gradient_SKQD.view(out_NRD.shape), query_SKQD.view(out_NRD.shape)
+        to_value = torch.bmm(weights_NRB.to(query_SKQD.dtype).transpose(1, 2), gradient_NRD)
+        # d/dscore = weight · (gradient · value − gradient · out)
+        level_NR1 = (gradient_NRD * out_NRD).sum(-1, keepdim=True, dtype=torch.float32)
+        to_scores = torch.bmm(gradient_NRD, value_NBD.transpose(1, 2)).float().sub_(level_NR1).mul_(weights_NRB)
+        to_scores = to_scores.mul_(D**-0.5).to(query_SKQD.dtype)
+        to_key = torch.bmm(to_scores.transpose(1, 2), query_NRD)
+        to_query = torch.baddbmm(to_query.reshape(out_NRD.shape), to_scores, key_NBD)
+        to_query = to_query.view(S, K, A, B, G, D).permute(0, 2, 3, 1, 4, 5)
+        to_key, to_value = (x.view(S, K, A, B, D).permute(0, 2, 3, 1, 4) for x in (to_key, to_value))
+        return to_query, to_context_key.transpose(1, 2), to_context_value.transpose(1, 2), to_key, to_value, None
+
+
+def _hide(visible_SA: Tensor, queries: int, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the context's scores (S, 1, Q, T): 0 where a block's queries see a position."""
+    S, A = visible_SA.shape
+    hidden_SAT = torch.arange(num_tokens) >= visible_SA[..., None]
+    mask_SAT = torch.zeros(hidden_SAT.shape, dtype=dtype).masked_fill_(hidden_SAT, _HIDDEN)
+    return mask_SAT[:, :, None].expand(S, A, queries, num_tokens).reshape(S, 1, A * queries, num_tokens)
+
+
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines (…, D) in float32 of the rotary embedding at integer `positions` (…)."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
@@ -54,6 +141,29 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor
 
 def rotate(vectors: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate (…, heads, D) by a table (…, D): halves as pairs, as in Llama and Qwen."""
-    cos, sin = (part[..., None, :].to(vectors.dtype) for part in table)
+    cos, sin = (part[..., None, : part.shape[-1] // 2].to(vectors.dtype) for part in table)
+    rotated: Tensor = _Rotation.apply(vectors, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """Each pair by its angle; the gradient turns back by the same. Two passes over the vectors instead of six."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(vectors, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradients[0], cos, sin, -1), None, None
+
+
+def _turn(vectors: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    turned = torch.empty_like(vectors, memory_format=torch.contiguous_format)
     first, second = vectors.chunk(2, dim=-1)
-    return vectors * cos + torch.cat([-second, first], dim=-1) * sin
+    to_first, to_second = turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-way)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin, value=way)
+    return turned
