@@ -34,6 +34,7 @@ from dflash_cache.config.settings import ObjectiveSettings
 from dflash_cache.drafter.anchors import Blocks, draw_anchors, make_blocks, pad_anchors
 from dflash_cache.drafter.attention import rotary_table, rotate
 from dflash_cache.drafter.frozen import FrozenTarget
+from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.loss import block_loss
 from dflash_cache.drafter.model import Drafter, DraftLayer
 from dflash_cache.drafter.objective import weigh_slots
@@ -138,7 +139,7 @@ def make_models(shape: DrafterShape, dtype: torch.dtype, device: torch.device) -
     drafter = Drafter(shape)
     drafter.initialize(torch.Generator().manual_seed(0))
     table = (torch.randn(shape.vocab_size, shape.hidden_size) * 0.1).to(device, dtype)
-    return drafter.to(device), FrozenTarget(table, table, 1.0)
+    return drafter.to(device), FrozenTarget(table, Head(table), 1.0)
 
 
 def run_step(way: str, drafter: Drafter, frozen: FrozenTarget, micro_batch: Input) -> float:

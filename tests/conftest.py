@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma3TextConfig,
     GPTNeoXConfig,
     LlamaConfig,
@@ -53,6 +54,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**COMMON),
 }
+MORE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {  # for single tests
+    "cohere2": lambda: Cohere2Config(**COMMON, num_key_value_heads=2, sliding_window=8),
+}
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -81,7 +85,7 @@ def save_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             folder = tmp_path_factory.mktemp(family)
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32)
+                model = AutoModelForCausalLM.from_config((CONFIGS | MORE_CONFIGS)[family](), dtype=torch.float32)
             model.save_pretrained(folder)
             save_tokenizer(folder)
             saved[family] = folder

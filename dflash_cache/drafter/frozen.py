@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_cache.drafter.family import embedding_factor, logit_scale_of, softcap_of
+from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.shape import DrafterShape
 from dflash_cache.drafter.teacher import Teacher
 from dflash_cache.drafter.weights import TargetFiles
@@ -21,30 +23,49 @@ EMBEDDING_NAMES = (
     "language_model.model.embed_tokens.weight",
     "gpt_neox.embed_in.weight",
     "transformer.wte.weight",
+    "transformer.word_embeddings.weight",
     "model.decoder.embed_tokens.weight",
 )
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight")
-HEAD_BIASES = ("lm_head.bias", "language_model.lm_head.bias", "embed_out.bias")
 
 
 @dataclass(frozen=True)
 class FrozenTarget:
-    """embedding_VH and head_VH in one dtype on one device; equal tensors if the target ties them.
+    """embedding_VH and the head's matrix in one dtype on one device; equal tensors if the target ties them.
 
-    teacher: reads the target's own distribution, None where nothing is distilled.
+    embedding_scale: as it is multiplied in that dtype; teacher: reads the target's own distribution, None where nothing
+    is distilled.
     """
 
     embedding_VH: Tensor
-    head_VH: Tensor
+    head: Head
     embedding_scale: float
     teacher: Teacher | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrix products with the head are computed in."""
+        return self.head.weight_VH.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.head.weight_VH.device
+
+    @property
+    def head_VH(self) -> Tensor:  # noqa: N802  # axes, not words
+        """The matrix of a plain head. Raises TargetError if the head is more than that, which would go unseen."""
+        if not self.head.is_plain:
+            raise TargetError(
+                f"The target's head is more than a matrix (scale {self.head.scale:g}, softcap {self.head.softcap}, "
+                f"{'no' if self.head.bias_V is None else 'a'} bias), which is not reproduced here: use another target."
+            )
+        return self.head.weight_VH
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings (…, H) of ids (…), scaled as the target scales them."""
         embedded = F.embedding(token_ids, self.embedding_VH)
-        if self.embedding_scale == 1.0:
-            return embedded
-        return embedded * torch.tensor(self.embedding_scale, dtype=embedded.dtype)
+        return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
     def embed_blocks(self, anchor_tokens_SA: Tensor, shape: DrafterShape) -> Tensor:
         """Slots (S, A, B, H): the anchor's token, then the mask token."""
@@ -54,19 +75,17 @@ class FrozenTarget:
 
 
 def load_frozen(files: TargetFiles, embedding_scale: float, dtype: torch.dtype, device: torch.device) -> FrozenTarget:
-    """Read embedding and head. Raises TargetError if either cannot be found or the head has a bias."""
+    """Read embedding and head. Raises TargetError if either cannot be found, or the head is of no known form."""
+    config = files.load_config()
     embedding_name = _only(files, EMBEDDING_NAMES, "embedding")
-    bias = next((name for name in HEAD_BIASES if name in files.names), None)
-    if bias is not None:
-        raise TargetError(f"The target's head has a bias ({bias}), which this version does not reproduce in training.")
     # A head in the files is the one that transformers uses, whatever the config says about tying.
     has_head = any(name in files.names for name in HEAD_NAMES)
     head_name = _only(files, HEAD_NAMES, "head") if has_head else embedding_name
-    tensors = {
-        name: tensor.to(device, dtype)
-        for name, tensor in files.read(dict.fromkeys((embedding_name, head_name))).items()
-    }
-    return FrozenTarget(tensors[embedding_name], tensors[head_name], embedding_scale)
+    bias_name = f"{head_name.removesuffix('.weight')}.bias"
+    wanted = dict.fromkeys((embedding_name, head_name, *({bias_name} & files.names)))
+    tensors = {name: tensor.to(device, dtype) for name, tensor in files.read(wanted).items()}
+    head = Head(tensors[head_name], tensors.get(bias_name), logit_scale_of(config), softcap_of(config))
+    return FrozenTarget(tensors[embedding_name], head, embedding_factor(config, embedding_scale, dtype))
 
 
 def _only(files: TargetFiles, names: tuple[str, ...], what: str) -> str:

@@ -12,6 +12,9 @@ as long as the chunk: ∂KL/∂z_v = p_v − q_v.
 Confidence (CAP, LLaDA 2.0, arXiv 2512.15745, section 5.2): the entropy H of the slots that are right already, those
 whose argmax is the label, may be added, which sharpens what the drafter knows. ∂H/∂z_v = −p_v · (log p_v + H).
 
+A cap on the logits (Gemma 2; see `head`) bends them after the product: everything above is by the capped logits, and
+the gradient takes the cap's slope on its way back to the states.
+
 The loss is a *sum*; the trainer divides by the summed weights of the whole optimizer step, so that accumulation
 over micro-batches and ranks gives the gradient of one large batch (FIELD.md: averaging per micro-batch weighs short
 batches too high).
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 
 from dflash_cache.drafter.anchors import Blocks
+from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.teacher import Teacher
 
 CHUNK_LOGITS = 6_000_000  # logits of one chunk: 24 MB in float32, so that its passes stay in a CPU's caches
@@ -80,14 +84,15 @@ class BlockLoss:
 def block_loss(
     states_SABH: Tensor,
     blocks: Blocks,
-    head_VH: Tensor,
+    head: Head | Tensor,
     weigh: Weigh,
     max_slots: int | None = None,
     extra: Extra = Extra(),
 ) -> BlockLoss:
     """Weighted cross-entropy of the labels under the head's distribution, slots 1…B−1.
 
-    `states_SABH` are the drafter's normalised slots; `weigh` maps (ce_NK, mask_NK) to weights (see `objective`).
+    `states_SABH` are the drafter's normalised slots; `head`: the target's, or a plain one's matrix (V, H); `weigh` maps
+    (ce_NK, mask_NK) to weights (see `objective`).
     Slots after the first `max_slots` count as unsupervised, and are not computed. Soft labels cost a second product
     with the head, a right slot's entropy two more passes over its logits.
     The product with the head is computed in the head's dtype, softmax and sums in float32.
@@ -101,7 +106,11 @@ def block_loss(
         mask_NK[:, max_slots:] = False  # a copy already: kept_N selected it
     before_NK = _places_before(blocks, extra.soft.last_STH.shape[1] if extra.soft else 0)[kept_N]
     loss_sum, weight_sum, ce_NK, correct_NK = _FrozenHeadLoss.apply(  # type: ignore[no-untyped-call]
-        states_NKH, labels_NK, mask_NK, head_VH, _Terms(weigh, extra, before_NK)
+        states_NKH,
+        labels_NK,
+        mask_NK,
+        head if isinstance(head, Head) else Head(head),
+        _Terms(weigh, extra, before_NK),
     )
     return BlockLoss(loss_sum, weight_sum, ce_NK, correct_NK, mask_NK)
 
@@ -117,7 +126,7 @@ def _places_before(blocks: Blocks, num_tokens: int) -> Tensor:
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states_NKH: Tensor, labels_NK: Tensor, mask_NK: Tensor, head_VH: Tensor, terms: _Terms
+        ctx: Any, states_NKH: Tensor, labels_NK: Tensor, mask_NK: Tensor, head: Head, terms: _Terms
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         N, K, _ = states_NKH.shape
         device = states_NKH.device
@@ -128,21 +137,24 @@ class _FrozenHeadLoss(torch.autograd.Function):
         loss_sum = torch.zeros((), device=device)
         weight_sum = torch.zeros((), device=device)
         cap_weight, soft = terms.extra.cap_weight, terms.extra.soft
-        blocks_per_chunk = max(1, CHUNK_LOGITS // (head_VH.shape[0] * K))
-        buffers = _chunk_buffers(blocks_per_chunk * K, head_VH.shape[0], head_VH.dtype, device, "drafter")
+        vocab_size = len(head.weight_VH)
+        blocks_per_chunk = max(1, CHUNK_LOGITS // (vocab_size * K))
+        buffers = _chunk_buffers(blocks_per_chunk * K, vocab_size, head.weight_VH.dtype, device, "drafter")
+        slopes = None
+        if head.softcap is not None and wants_gradient:
+            slopes = _chunk_buffers(blocks_per_chunk * K, vocab_size, torch.float32, device, "slope")[1]
         for begin in range(0, N, blocks_per_chunk):
             part = slice(begin, begin + blocks_per_chunk)
             mask = mask_NK[part]
-            rows_RH = states_NKH[part][mask].to(head_VH.dtype)
             labels_R = labels_NK[part][mask]
-            low_RV, logits_RV = (buffer[: len(rows_RH)] for buffer in buffers)
-            torch.mm(rows_RH, head_VH.T, out=low_RV)
-            logits_RV.copy_(low_RV)  # nothing is copied where both are the same float32 buffer
+            low_RV, logits_RV = (buffer[: len(labels_R)] for buffer in buffers)
+            slope_RV = None if slopes is None else slopes[: len(labels_R)]
+            head.fill_logits(states_NKH[part][mask], low_RV, logits_RV, slope_RV)
             highest_R = logits_RV.amax(dim=1)
             label_logit_R = logits_RV.gather(1, labels_R[:, None])[:, 0]
             correct_R = _labels_chosen(logits_RV, labels_R, label_logit_R == highest_R)
             if soft is not None:
-                q_RV, entropy_R = _read_soft_labels(soft, terms.before_NK[part][mask], head_VH, blocks_per_chunk * K)
+                q_RV, entropy_R = _read_soft_labels(soft, terms.before_NK[part][mask], head, blocks_per_chunk * K)
                 cross_R = torch.linalg.vecdot(q_RV, logits_RV)
             exponentials_RV = logits_RV.sub_(highest_R[:, None]).clamp_(min=LOWEST_LOGIT).exp_()
             total_R = exponentials_RV.sum(dim=1)
@@ -169,8 +181,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
                     gradient_RV.addcmul_(q_RV, weights_R[:, None], value=-soft.share)
                 if right_C is not None:
                     gradient_RV.index_add_(0, right_C, slope_CV, alpha=cap_weight)
-                low_RV.copy_(gradient_RV)
-                gradient_NKH[part][mask] = (low_RV @ head_VH).to(gradient_NKH.dtype)
+                gradient_NKH[part][mask] = head.pull_back(gradient_RV, low_RV, slope_RV).to(gradient_NKH.dtype)
         if gradient_NKH is not None:
             ctx.save_for_backward(gradient_NKH)
         ctx.mark_non_differentiable(weight_sum, ce_NK, correct_NK)
@@ -182,23 +193,24 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return gradient_NKH * gradients[0].to(gradient_NKH.dtype), None, None, None, None
 
 
-def _read_soft_labels(soft: SoftLabels, before_R: Tensor, head_VH: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+def _read_soft_labels(soft: SoftLabels, before_R: Tensor, head: Head, max_rows: int) -> tuple[Tensor, Tensor]:
     """The target's probabilities (R, V), float32, and their entropies (R,), from the states at `before_R`."""
-    buffers = _chunk_buffers(max_rows, head_VH.shape[0], head_VH.dtype, head_VH.device, "teacher")
+    weight_VH = head.weight_VH
+    buffers = _chunk_buffers(max_rows, len(weight_VH), weight_VH.dtype, weight_VH.device, "teacher")
     low_RV, log_RV = (buffer[: len(before_R)] for buffer in buffers)
-    soft.teacher.read_logits(soft.last_STH.flatten(0, 1)[before_R], head_VH, low_RV, log_RV)
+    head.fill_logits(soft.teacher.normalize(soft.last_STH.flatten(0, 1)[before_R]), low_RV, log_RV)
     log_RV.sub_(log_RV.logsumexp(dim=1, keepdim=True)).clamp_(min=LOWEST_LOGIT)
     q_RV = log_RV.exp()
     return q_RV, -torch.linalg.vecdot(q_RV, log_RV)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def _chunk_buffers(
     rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device, whose: str
 ) -> tuple[Tensor, Tensor]:
     """Two buffers (rows, V) for a chunk's logits, in the head's dtype and in float32 (the same one if that is it).
 
-    `whose` tells those of the drafter from those of its teacher, which are needed at the same time.
+    `whose` tells those of the drafter, of its teacher and of a cap's slopes apart, which are needed at the same time.
 
     Kept from call to call: fresh memory of this size comes from the system page by page, and touching it first
     costs more than all passes over it (measured: 17 ms against 1 ms a pass).

@@ -11,16 +11,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from dflash_cache.config.settings import DrafterSettings
-from dflash_cache.errors import ConfigError, TargetError
-
-# Ways in which a target's embedding or head differs from a plain table and a plain matrix product. A drafter
-# trained without them would learn against the wrong logits, so such a target is refused.
-UNSUPPORTED_HEAD_KEYS = {
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "embedding_multiplier": 1.0,
-}
+from dflash_cache.drafter.family import embedding_scale_of, norm_eps_of, rope_theta_of
+from dflash_cache.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,6 @@ def shape_from_target(
     target: PretrainedConfig, settings: DrafterSettings, layer_ids: Sequence[int], mask_token_id: int
 ) -> DrafterShape:
     """The drafter's shape for a target, settings overriding what the target's config says."""
-    check_head_is_plain(target)
     num_heads = settings.num_attention_heads or target.num_attention_heads
     num_kv_heads = (
         settings.num_key_value_heads or getattr(target, "num_key_value_heads", None) or target.num_attention_heads
@@ -103,38 +94,3 @@ def shape_from_target(
         target_num_layers=target.num_hidden_layers,
         embedding_scale=embedding_scale_of(target),
     )
-
-
-def norm_eps_of(target: PretrainedConfig) -> float:
-    """The epsilon of the target's norms, whatever its family calls it."""
-    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-    return float(next((value for name in names if (value := getattr(target, name, None)) is not None), 1e-6))
-
-
-def rope_theta_of(target: PretrainedConfig) -> float:
-    """The target's rope base; layers that differ from each other (Gemma 3) count by their full-attention one."""
-    parameters = getattr(target, "rope_parameters", None) or {}
-    parameters = parameters.get("full_attention", parameters)
-    theta = parameters.get("rope_theta", getattr(target, "rope_theta", None))
-    if theta is None:
-        raise TargetError(
-            f"The target ({target.model_type}) has no rope_theta in its config, and a DFlash drafter needs rotary "
-            "positions; use another target."
-        )
-    return float(theta)
-
-
-def embedding_scale_of(target: PretrainedConfig) -> float:
-    """What the target multiplies its embeddings by: Gemma's square root of the hidden size, else 1."""
-    return float(target.hidden_size) ** 0.5 if target.model_type.startswith("gemma") else 1.0
-
-
-def check_head_is_plain(target: PretrainedConfig) -> None:
-    """Refuse a target whose logits are not simply head times normalised state."""
-    for key, neutral in UNSUPPORTED_HEAD_KEYS.items():
-        value = getattr(target, key, neutral)
-        if value not in (None, neutral):
-            raise TargetError(
-                f"The target ({target.model_type}) has {key} = {value}, which this version does not reproduce in "
-                f"training; use another target."
-            )

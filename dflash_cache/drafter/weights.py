@@ -18,6 +18,7 @@ from transformers import AutoConfig, PretrainedConfig
 from xxhash import xxh3_64
 
 from dflash_cache.config.settings import TargetSettings
+from dflash_cache.drafter.family import check_family
 from dflash_cache.errors import TargetError
 
 INDEX = "model.safetensors.index.json"
@@ -67,7 +68,7 @@ class TargetFiles:
         return list(_read_json(self._config_path).get("architectures") or [])
 
     def load_config(self) -> PretrainedConfig:
-        """The text model's config; TargetError if transformers does not know it."""
+        """The text model's config; TargetError if transformers does not know it, or it cannot have a drafter."""
         try:
             config = AutoConfig.from_pretrained(
                 self._settings.model, revision=self._settings.revision, trust_remote_code=False
@@ -75,6 +76,7 @@ class TargetFiles:
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise TargetError(f"The config of the target {self._settings.model} cannot be used ({reason}).") from None
+        check_family(config)
         text: PretrainedConfig = config.get_text_config(decoder=True)
         return text
 

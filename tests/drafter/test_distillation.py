@@ -15,10 +15,10 @@ from dflash_cache.config.settings import TargetSettings
 from dflash_cache.drafter import loss as loss_module
 from dflash_cache.drafter.anchors import Blocks, make_blocks, pad_anchors
 from dflash_cache.drafter.frozen import load_frozen
+from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.loss import Extra, SoftLabels, block_loss
 from dflash_cache.drafter.teacher import Teacher, load_teacher
 from dflash_cache.drafter.weights import TargetFiles
-from dflash_cache.errors import TargetError
 from dflash_cache.target.capture import capture_states
 from dflash_cache.target.load import load_target
 
@@ -39,9 +39,9 @@ def read_teacher(folder: Path) -> tuple[Tensor, Tensor]:
     target, files = load_target(settings), TargetFiles(settings)
     ids = torch.randint(4, 100, (1, 12), generator=torch.Generator().manual_seed(0))
     last_TH = capture_states(target, ids, torch.tensor([12]))[0, :, -1].clone()
-    head_VH = load_frozen(files, 1.0, torch.float32, CPU).head_VH
-    logits_TV = torch.empty(12, len(head_VH))
-    load_teacher(files, torch.float32, CPU).read_logits(last_TH, head_VH, logits_TV, logits_TV)
+    head = load_frozen(files, 1.0, torch.float32, CPU).head
+    logits_TV = torch.empty(12, len(head.weight_VH))
+    head.fill_logits(load_teacher(files, torch.float32, CPU).normalize(last_TH), logits_TV, logits_TV)
     return target.model(input_ids=ids).logits[0].detach(), logits_TV
 
 
@@ -57,20 +57,18 @@ def test_a_softcap_of_the_targets_logits_is_the_teachers_too(save_family, tmp_pa
     assert float(own.abs().max()) <= 0.5 < float(plain.abs().max())
 
 
-def test_a_target_whose_logits_are_scaled_behind_the_head_is_refused(llama_folder: Path, tmp_path: Path) -> None:
-    files = TargetFiles(TargetSettings(model=str(edit_config(llama_folder, tmp_path, logits_scaling=8.0))))
-    with pytest.raises(TargetError) as caught:
-        load_teacher(files, torch.float32, CPU)
-    assert str(caught.value) == (
-        "The target's config has logits_scaling, which distillation does not reproduce yet: set objective.distill to 0."
-    )
+def test_a_factor_of_the_targets_logits_is_the_teachers_too(save_family, tmp_path: Path) -> None:
+    plain, _ = read_teacher(save_family("cohere2"))
+    own, found = read_teacher(edit_config(save_family("cohere2"), tmp_path, logit_scale=3.0))
+    torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own, plain * 3.0 / 0.0625)
 
 
-def random_teacher(seed: int, softcap: float | None = None) -> Teacher:
+def random_teacher(seed: int) -> Teacher:
     norm = nn.RMSNorm(6, eps=1e-5)
     with torch.no_grad():
         norm.weight.copy_(torch.rand(6, generator=torch.Generator().manual_seed(seed)) + 0.5)
-    return Teacher(norm.requires_grad_(False), softcap)
+    return Teacher(norm.requires_grad_(False))
 
 
 def placed_blocks(seed: int) -> tuple[Blocks, Tensor]:
@@ -83,32 +81,44 @@ def placed_blocks(seed: int) -> tuple[Blocks, Tensor]:
     return make_blocks(ids, mask, pad_anchors(anchors), 4), torch.randn(2, 9, 6, generator=generator)
 
 
-def slow_loss(states: Tensor, blocks: Blocks, head: Tensor, last_STH: Tensor, teacher: Teacher, share: float) -> Tensor:
+def slow_logits(state: Tensor, head: Head) -> Tensor:
+    """The head's logits of one state, in float64."""
+    logits = head.weight_VH.double() @ state + (0 if head.bias_V is None else head.bias_V.double())
+    logits = logits * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def slow_loss(states: Tensor, blocks: Blocks, head: Head, last_STH: Tensor, teacher: Teacher, share: float) -> Tensor:
     """Σ (1 − share) · cross-entropy + share · Σ_v q_v · (log q_v − log p_v), slot by slot, with uniform weights."""
     eps, norm = teacher.norm.eps, teacher.norm.weight.double()
     total = torch.zeros((), dtype=torch.float64)
     for s, a, k in blocks.mask_SAK.nonzero().tolist():
-        log_p = torch.log_softmax(head @ states[s, a, k + 1], 0)
+        log_p = torch.log_softmax(slow_logits(states[s, a, k + 1], head), 0)
         last = last_STH[s, int(blocks.anchors_SA[s, a]) + k].double()  # the label is one token further
-        logits = head @ (last / torch.sqrt((last * last).mean() + eps) * norm)
-        if teacher.softcap is not None:
-            logits = teacher.softcap * torch.tanh(logits / teacher.softcap)
-        q = torch.softmax(logits, 0)
+        q = torch.softmax(slow_logits(last / torch.sqrt((last * last).mean() + eps) * norm, head), 0)
         divergence = (q * (torch.log(q) - log_p)).sum()
         total = total + (1 - share) * -log_p[int(blocks.labels_SAK[s, a, k])] + share * divergence
     return total
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), share=st.sampled_from([0.0, 0.3, 1.0]), softcap=st.sampled_from([None, 2.0]))
-def test_the_loss_and_its_gradient_equal_autograd_through_the_formula(seed, share, softcap) -> None:
+@given(
+    seed=st.integers(0, 10_000),
+    share=st.sampled_from([0.0, 0.3, 1.0]),
+    biased=st.booleans(),
+    scale=st.sampled_from([1.0, 0.0625, 3.0]),
+    softcap=st.sampled_from([None, 2.0]),
+)
+def test_the_loss_and_its_gradient_equal_autograd_through_the_formula(seed, share, biased, scale, softcap) -> None:
     generator = torch.Generator().manual_seed(seed)
-    states, head = torch.randn(2, 3, 4, 6, generator=generator), torch.randn(9, 6, generator=generator)
-    (blocks, last_STH), teacher = placed_blocks(seed), random_teacher(seed, softcap)
+    states = torch.randn(2, 3, 4, 6, generator=generator)
+    weight, bias = torch.randn(9, 6, generator=generator), torch.randn(9, generator=generator)
+    head = Head(weight, bias if biased else None, scale, softcap)
+    (blocks, last_STH), teacher = placed_blocks(seed), random_teacher(seed)
     fast, slow = states.clone().requires_grad_(), states.double().requires_grad_()
     extra = Extra(soft=SoftLabels(last_STH, teacher, share))
     found = block_loss(fast, blocks, head, UNIFORM, extra=extra)
-    expected = slow_loss(slow, blocks, head.double(), last_STH, teacher, share)
+    expected = slow_loss(slow, blocks, head, last_STH, teacher, share)
     assert float(found.loss_sum.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     found.loss_sum.backward()
     expected.backward()

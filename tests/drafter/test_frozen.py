@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dflash_cache.config.settings import TargetSettings
+from dflash_cache.drafter.family import embedding_scale_of
 from dflash_cache.drafter.frozen import FrozenTarget, load_frozen
-from dflash_cache.drafter.shape import embedding_scale_of
+from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import TargetError
 
@@ -105,10 +106,15 @@ def test_head_times_final_state_are_the_models_logits(llama_folder: Path) -> Non
         assert torch.equal(normed @ frozen.head_VH.T, model(ids).logits)
 
 
-def test_a_head_with_a_bias_is_refused(llama_folder: Path, tmp_path: Path) -> None:
-    folder = altered(llama_folder, tmp_path / "copy", lambda t: {**t, "lm_head.bias": torch.zeros(128)})
-    assert refusal(folder) == (
-        "The target's head has a bias (lm_head.bias), which this version does not reproduce in training."
+def test_a_bias_of_the_head_is_read_and_its_matrix_alone_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    folder = altered(llama_folder, tmp_path / "copy", lambda t: {**t, "lm_head.bias": torch.arange(128.0)})
+    frozen = read(folder)
+    assert torch.equal(frozen.head.bias_V, torch.arange(128.0))
+    with pytest.raises(TargetError) as caught:
+        _ = frozen.head_VH
+    assert str(caught.value) == (
+        "The target's head is more than a matrix (scale 1, softcap None, a bias), which is not reproduced here: use "
+        "another target."
     )
 
 
@@ -122,7 +128,7 @@ def test_an_embedding_of_an_unknown_name_is_told_with_the_names_looked_for(llama
 
 def test_slots_are_the_anchors_token_then_masks() -> None:
     table = torch.arange(80.0).view(40, 2)
-    frozen = FrozenTarget(table, table, embedding_scale=1.0)
+    frozen = FrozenTarget(table, Head(table), embedding_scale=1.0)
     slots = frozen.embed_blocks(torch.tensor([[7, 0, 39]]), TINY)
     assert slots.shape == (1, 3, 4, 2)
     for a, token in enumerate((7, 0, 39)):

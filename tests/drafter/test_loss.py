@@ -14,6 +14,7 @@ from dflash_cache.config.settings import ObjectiveSettings
 from dflash_cache.drafter import loss as loss_module
 from dflash_cache.drafter.anchors import draw_anchors, make_blocks, pad_anchors
 from dflash_cache.drafter.frozen import FrozenTarget
+from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.loss import BlockLoss, block_loss
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import gamma_of, weigh_slots
@@ -35,7 +36,7 @@ def make_samples(lengths: list[int], seed: int) -> list[tuple[torch.Tensor, torc
 def frozen(seed: int = 5) -> FrozenTarget:
     generator = torch.Generator().manual_seed(seed)
     return FrozenTarget(
-        torch.randn(40, 16, generator=generator), torch.randn(40, 16, generator=generator), embedding_scale=1.0
+        torch.randn(40, 16, generator=generator), Head(torch.randn(40, 16, generator=generator)), embedding_scale=1.0
     )
 
 

@@ -6,10 +6,7 @@ from drafter.tiny_drafter import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
-    CohereConfig,
-    Gemma2Config,
     Gemma3TextConfig,
-    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -19,14 +16,10 @@ from transformers import (
 from dflash_cache.config.settings import DrafterSettings
 from dflash_cache.drafter.shape import (
     DrafterShape,
-    check_head_is_plain,
-    embedding_scale_of,
-    norm_eps_of,
-    rope_theta_of,
     shape_from_target,
     spread_layer_ids,
 )
-from dflash_cache.errors import ConfigError, TargetError
+from dflash_cache.errors import ConfigError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
@@ -144,78 +137,6 @@ def test_query_heads_that_no_multiple_of_key_value_heads_makes_are_refused() -> 
         "The drafter's 6 attention heads are no multiple of its 4 key-value heads; set drafter.num_attention_heads or "
         "drafter.num_key_value_heads."
     )
-
-
-@pytest.mark.parametrize(
-    ("target", "theta"),
-    [
-        (LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 123_456.0}), 123_456.0),
-        (LlamaConfig(**SIZES, rope_theta=777.0), 777.0),
-        (GPTNeoXConfig(**SIZES, rotary_emb_base=4321), 4321.0),
-        (
-            Gemma3TextConfig(
-                **SIZES,
-                rope_parameters={
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-                    "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
-                },
-            ),
-            1_000_000.0,
-        ),
-    ],
-)
-def test_ropes_base_is_the_targets_and_gemmas_that_of_full_attention(target: PretrainedConfig, theta: float) -> None:
-    assert rope_theta_of(target) == theta
-
-
-def test_a_target_without_rope_is_refused() -> None:
-    with pytest.raises(TargetError) as caught:
-        rope_theta_of(GPT2Config())
-    assert str(caught.value) == (
-        "The target (gpt2) has no rope_theta in its config, and a DFlash drafter needs rotary positions; use another "
-        "target."
-    )
-
-
-def test_the_norms_epsilon_is_found_under_the_familys_name() -> None:
-    assert norm_eps_of(LlamaConfig(**SIZES, rms_norm_eps=1e-3)) == 1e-3
-    assert norm_eps_of(GPTNeoXConfig(**SIZES, layer_norm_eps=2e-3)) == 2e-3
-    assert norm_eps_of(GPT2Config(layer_norm_epsilon=4e-3)) == 4e-3
-
-
-def test_gemma_alone_scales_its_embedding() -> None:
-    assert embedding_scale_of(Gemma3TextConfig(**SIZES)) == pytest.approx(48**0.5)
-    assert embedding_scale_of(Qwen3Config(**SIZES)) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("target", "told"),
-    [
-        (Gemma2Config(**SIZES, final_logit_softcapping=30.0), "(gemma2) has final_logit_softcapping = 30.0"),
-        (CohereConfig(**SIZES, logit_scale=0.0625), "(cohere) has logit_scale = 0.0625"),
-    ],
-)
-def test_a_head_that_is_no_plain_product_is_refused(target: PretrainedConfig, told: str) -> None:
-    with pytest.raises(TargetError) as caught:
-        shape_of(target)
-    assert str(caught.value) == (
-        f"The target {told}, which this version does not reproduce in training; use another target."
-    )
-
-
-@pytest.mark.parametrize("key", ["logits_scaling", "embedding_multiplier"])
-def test_other_scalings_of_head_and_embedding_are_refused_unless_they_are_one(key: str) -> None:
-    target = LlamaConfig(**SIZES)
-    setattr(target, key, 8.0)
-    with pytest.raises(TargetError, match=f"has {key} = 8.0"):
-        check_head_is_plain(target)
-    setattr(target, key, 1.0)
-    check_head_is_plain(target)
-
-
-def test_a_neutral_head_is_taken() -> None:
-    check_head_is_plain(Gemma2Config(**SIZES, final_logit_softcapping=None))
-    check_head_is_plain(CohereConfig(**SIZES, logit_scale=1.0))
 
 
 def test_a_shape_comes_back_equal_from_its_plain_values() -> None:
