@@ -28,18 +28,23 @@ class Head:
         return self.bias_V is None and self.scale == 1.0 and self.softcap is None
 
     @torch.no_grad()
-    def fill_logits(self, states_RH: Tensor, low_RV: Tensor, wide_RV: Tensor, slope_RV: Tensor | None = None) -> None:
-        """Fill `wide_RV` (float32) with the logits of states (R, H) of any dtype.
-
-        `low_RV`, in the head's dtype, is overwritten too, and may be the same memory where that is float32.
-        `slope_RV` (float32), where given, gets the cap's derivative 1 − (logits / c)², for `pull_back`.
-        """
+    def fill_product(self, states_RH: Tensor, low_RV: Tensor) -> None:
+        """Fill `low_RV`, in the head's dtype, with the logits before a cap: the z above."""
         dtype = self.weight_VH.dtype
         rows_RH = (states_RH if self.scale == 1.0 else states_RH.float() * self.scale).to(dtype)
         if self.bias_V is None:
             torch.mm(rows_RH, self.weight_VH.T, out=low_RV)
         else:
             torch.addmm(self.bias_V * self.scale, rows_RH, self.weight_VH.T, out=low_RV)
+
+    @torch.no_grad()
+    def fill_logits(self, states_RH: Tensor, low_RV: Tensor, wide_RV: Tensor, slope_RV: Tensor | None = None) -> None:
+        """Fill `wide_RV` (float32) with the logits of states (R, H) of any dtype.
+
+        `low_RV`, in the head's dtype, is overwritten too, and may be the same memory where that is float32.
+        `slope_RV` (float32), where given, gets the cap's derivative 1 − (logits / c)², for `pull_back`.
+        """
+        self.fill_product(states_RH, low_RV)
         wide_RV.copy_(low_RV)  # nothing is copied where both are the same float32 buffer
         if self.softcap is not None:
             wide_RV.div_(self.softcap).tanh_()

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from dflash_cache.config.settings import ObjectiveSettings
 from dflash_cache.drafter.anchors import make_blocks
+from dflash_cache.drafter.chunk import Extra, SoftLabels
 from dflash_cache.drafter.frozen import FrozenTarget
-from dflash_cache.drafter.loss import BlockLoss, Extra, SoftLabels, block_loss
+from dflash_cache.drafter.loss import BlockLoss, block_loss
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import weigh_slots
 from dflash_cache.train.stream import MicroBatch
@@ -39,10 +40,10 @@ def draft_loss(
     cap_weight: float = 0.0,
 ) -> BlockLoss:
     """The summed, weighted loss of a placed micro-batch's blocks; matrix products in the frozen head's dtype."""
-    dtype = frozen.head_VH.dtype
+    dtype = frozen.dtype
     batch, shape = micro_batch.batch, draft.drafter.shape
     blocks = make_blocks(batch.input_ids, batch.loss_mask, micro_batch.anchors_SA, shape.block_size)
-    with torch.autocast(frozen.head_VH.device.type, dtype, enabled=dtype != torch.float32):
+    with torch.autocast(frozen.device.type, dtype, enabled=dtype != torch.float32):
         slots_SABH = frozen.embed_blocks(blocks.tokens_SA, shape)
         states_SABH = draft(batch.hidden_STLH, slots_SABH, blocks.anchors_SA)
     weigh = partial(weigh_slots, settings=objective)
@@ -51,4 +52,4 @@ def draft_loss(
         assert frozen.teacher is not None
         assert micro_batch.last_STH is not None
         soft = SoftLabels(micro_batch.last_STH, frozen.teacher, objective.distill)
-    return block_loss(states_SABH, blocks, frozen.head_VH, weigh, objective.max_slots, Extra(cap_weight, soft))
+    return block_loss(states_SABH, blocks, frozen.head, weigh, objective.max_slots, Extra(cap_weight, soft))

@@ -231,7 +231,7 @@ def inputs(run: TrainingRun, part: StepInput) -> Iterator[MicroBatch]:
 def place_states(run: TrainingRun, micro_batch: MicroBatch) -> MicroBatch:
     """On the device, states in the head's dtype: those that the drafter reads, and the last ones for its teacher."""
     moved = micro_batch.to(run.device)
-    states_STLH = moved.batch.hidden_STLH.to(run.frozen.head_VH.dtype)
+    states_STLH = moved.batch.hidden_STLH.to(run.frozen.dtype)
     read_STLH = states_STLH[:, :, : len(run.drafter.shape.target_layer_ids)]
     return replace(moved, batch=replace(moved.batch, hidden_STLH=read_STLH), last_STH=states_STLH[:, :, -1])
 

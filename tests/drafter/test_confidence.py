@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dflash_cache.config.settings import ObjectiveSettings
-from dflash_cache.drafter import loss as loss_module
+from dflash_cache.drafter import chunk as chunk_module
 from dflash_cache.drafter.anchors import Blocks
-from dflash_cache.drafter.loss import Extra, block_loss
+from dflash_cache.drafter.chunk import Extra
+from dflash_cache.drafter.loss import block_loss
 from dflash_cache.drafter.objective import weigh_slots
 
 UNIFORM = partial(weigh_slots, settings=ObjectiveSettings(weights="uniform"))
@@ -93,7 +94,7 @@ def test_chunks_of_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     blocks.labels_SAK[0, :, 0] = (states[0, :, 1] @ head.T).argmax(1)
     results = []
     for chunk in (10**9, 1):
-        monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk)
+        monkeypatch.setattr(chunk_module, "LONG_LOGITS", chunk)
         leaf = states.clone().requires_grad_()
         loss = block_loss(leaf, blocks, head, UNIFORM, extra=Extra(cap_weight=0.7)).loss_sum
         loss.backward()

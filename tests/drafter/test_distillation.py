@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dflash_cache.config.settings import TargetSettings
-from dflash_cache.drafter import loss as loss_module
+from dflash_cache.drafter import chunk as chunk_module
 from dflash_cache.drafter.anchors import Blocks, make_blocks, pad_anchors
+from dflash_cache.drafter.chunk import Extra, SoftLabels
 from dflash_cache.drafter.frozen import load_frozen
 from dflash_cache.drafter.head import Head
-from dflash_cache.drafter.loss import Extra, SoftLabels, block_loss
+from dflash_cache.drafter.loss import block_loss
 from dflash_cache.drafter.teacher import Teacher, load_teacher
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.target.capture import capture_states
@@ -148,7 +149,7 @@ def test_chunks_of_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     states, head = torch.randn(2, 3, 4, 6, generator=generator), torch.randn(9, 6, generator=generator)
     results = []
     for chunk in (10**9, 1):
-        monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk)
+        monkeypatch.setattr(chunk_module, "LONG_LOGITS", chunk)
         leaf = states.clone().requires_grad_()
         extra = Extra(cap_weight=0.5, soft=SoftLabels(last_STH, random_teacher(5), 0.4))
         loss = block_loss(leaf, blocks, head, UNIFORM, extra=extra).loss_sum
@@ -159,7 +160,7 @@ def test_chunks_of_the_head_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_of_positions_times_vocabulary_outlives_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     V = 50_000
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 3 * V)  # one block a chunk
+    monkeypatch.setattr(chunk_module, "LONG_LOGITS", 3 * V)  # one block a chunk
     blocks = random_blocks(1, num_blocks=40, vocab_size=9)
     sizes: list[int] = []
 

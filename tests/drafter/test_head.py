@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_cache.config.settings import ObjectiveSettings
-from dflash_cache.drafter import loss as loss_module
+from dflash_cache.drafter import chunk as chunk_module
+from dflash_cache.drafter.chunk import Extra
 from dflash_cache.drafter.head import Head, transform_logits
-from dflash_cache.drafter.loss import Extra, block_loss
+from dflash_cache.drafter.loss import block_loss
 from dflash_cache.drafter.objective import weigh_slots
 
 HEADS = st.fixed_dictionaries(
@@ -84,7 +85,7 @@ def test_chunks_and_the_heads_dtype_change_nothing_but_rounding(dtype: torch.dty
     weigh = partial(weigh_slots, settings=ObjectiveSettings(weights="dpace"))
     results = []
     for chunk, each in ((10**9, head), (1, head), (10**9, made)):
-        monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk)
+        monkeypatch.setattr(chunk_module, "LONG_LOGITS", chunk)
         leaf = states.clone().requires_grad_()
         loss = block_loss(leaf, blocks, each, weigh).loss_sum
         loss.backward()

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_cache.config.settings import ObjectiveSettings
-from dflash_cache.drafter import loss as loss_module
+from dflash_cache.drafter import chunk as chunk_module
 from dflash_cache.drafter.anchors import draw_anchors, make_blocks, pad_anchors
+from dflash_cache.drafter.chunk import Extra, LongWay, ShortWay
 from dflash_cache.drafter.frozen import FrozenTarget
 from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.loss import BlockLoss, block_loss
@@ -106,16 +107,32 @@ def test_chunks_of_the_head_change_nothing(kind: str, monkeypatch: pytest.Monkey
     samples = make_samples([17, 9], 3)
     anchors = [draw_anchors(mask.numpy(), 8, (0, 0, s)) for s, (_, mask, _) in enumerate(samples)]
     results = []
-    for chunk in (10**9, 1):
-        monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk)
+    for rows, piece in ((240, 1 << 19), (1, 1), (10**6, 1000)):
+        monkeypatch.setattr(chunk_module, "SHORT_ROWS", rows)
+        monkeypatch.setattr(chunk_module, "PIECE_LOGITS", piece)
         drafter = make_drafter()
         loss = fast_loss(drafter, samples, anchors, ObjectiveSettings(weights=kind))
         loss.loss_sum.backward()
         results.append((loss, drafter.fc.weight.grad))
-    (one, gradient), (other, other_gradient) = results
-    torch.testing.assert_close(one.loss_sum, other.loss_sum)
-    torch.testing.assert_close(gradient, other_gradient, rtol=1e-5, atol=1e-5)
-    assert torch.equal(one.correct_NK, other.correct_NK)
+    (one, gradient), *others = results
+    for other, other_gradient in others:
+        torch.testing.assert_close(one.loss_sum, other.loss_sum)
+        torch.testing.assert_close(gradient, other_gradient, rtol=1e-5, atol=1e-5)
+        assert torch.equal(one.correct_NK, other.correct_NK)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
+def test_the_short_way_gives_what_the_long_way_gives(dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    states_RH, weight_VH, bias_V = (torch.randn(*shape, generator=generator) for shape in ((30, 16), (50, 16), (50,)))
+    head = Head(weight_VH.to(dtype), bias_V.to(dtype), scale=0.7)
+    labels_R, weights_R = torch.randint(50, (30,), generator=generator), torch.rand(30, generator=generator)
+    short, long = ShortWay(head, 6), LongWay(head, 6, Extra(), wants_gradient=True)
+    one, other = (way.read(states_RH, labels_R, labels_R) for way in (short, long))
+    torch.testing.assert_close(one.ce_R, other.ce_R, rtol=tolerance, atol=tolerance)
+    assert torch.equal(one.correct_R, other.correct_R)
+    gradients = [way.pull_back(weights_R).float() for way in (short, long)]
+    torch.testing.assert_close(*gradients, rtol=tolerance, atol=2 * tolerance)
 
 
 def test_accumulated_micro_batches_have_the_gradient_of_one_large_batch() -> None:
