@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dflash_cache.drafter.attention import attend_blocks, rotary_table, rotate
+from dflash_cache.drafter.gate import gate
 from dflash_cache.drafter.norm import RMSNorm
 from dflash_cache.drafter.shape import DrafterShape
 
@@ -70,7 +70,8 @@ class DraftMLP(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """down(silu(gate) · up)."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        gated = gate(self.gate_proj(states), self.up_proj(states))
+        out: Tensor = self.down_proj(gated)
         return out
 
 
