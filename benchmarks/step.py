@@ -35,6 +35,7 @@ from dflash_cache.drafter.anchors import Blocks, draw_anchors, make_blocks, pad_
 from dflash_cache.drafter.attention import rotary_table, rotate
 from dflash_cache.drafter.frozen import FrozenTarget
 from dflash_cache.drafter.head import Head
+from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.loss import block_loss
 from dflash_cache.drafter.model import Drafter, DraftLayer
 from dflash_cache.drafter.objective import weigh_slots
@@ -63,7 +64,7 @@ def our_step(drafter: Drafter, frozen: FrozenTarget, states: torch.Tensor, block
     """The step as training runs it."""
     slots = frozen.embed_blocks(blocks.tokens_SA, drafter.shape)
     out = drafter(slots, drafter.read_context(states), blocks.anchors_SA)
-    loss = block_loss(out, blocks, frozen.head_VH, partial(weigh_slots, settings=ObjectiveSettings()))
+    loss = block_loss(out, blocks, frozen.head, partial(weigh_slots, settings=ObjectiveSettings()))
     return loss.loss_sum / loss.weight_sum
 
 
