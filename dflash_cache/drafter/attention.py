@@ -84,7 +84,7 @@ class _FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         query, context_key, context_value, key, value, visible = tensors
         S, A, B, K, G, D = ctx.shape = query.shape
-        query_SKQD = query.permute(0, 3, 1, 2, 4, 5).reshape(S, K, A * B * G, D)
+        query_SKQD = query.permute(0, 3, 1, 2, 4, 5).contiguous().view(S, K, A * B * G, D)
         context = (context_key.transpose(1, 2), context_value.transpose(1, 2))
         key_NBD, value_NBD = (x.permute(0, 3, 1, 2, 4).reshape(S * K * A, B, D) for x in (key, value))
         mask = _hide(visible, B * G, context_key.shape[1], query.dtype)
@@ -104,7 +104,7 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         S, A, B, K, G, D = ctx.shape
         query_SKQD, *context, key_NBD, value_NBD, mask, out_NRD, joint_NR1, weights_NRB = ctx.saved_tensors
-        gradient_SKQD = gradients[0].permute(0, 3, 1, 2, 4, 5).reshape(query_SKQD.shape)
+        gradient_SKQD = gradients[0].permute(0, 3, 1, 2, 4, 5).contiguous().view(query_SKQD.shape)
         to_query, to_context_key, to_context_value = _flash_backward(
             gradient_SKQD, query_SKQD, *context, out_NRD.view(query_SKQD.shape), joint_NR1.view(S, K, -1), 0.0, False,
             attn_mask=mask, scale=D**-0.5,

@@ -1,0 +1,118 @@
+"""Attention of draft blocks against its formula, one query at a time in double; the rotary embedding too."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dflash_cache.drafter import attention
+from dflash_cache.drafter.attention import attend_blocks, attend_densely, rotary_table, rotate
+
+SIZES = st.fixed_dictionaries(
+    {
+        "S": st.integers(1, 3),
+        "A": st.integers(1, 6),
+        "B": st.integers(1, 5),
+        "K": st.integers(1, 3),
+        "G": st.integers(1, 3),
+        "D": st.sampled_from([2, 8, 64]),
+        "T": st.integers(1, 40),
+    }
+)
+
+
+def draw(sizes: dict[str, int], seed: int) -> tuple[list[Tensor], Tensor]:
+    """Query, context's key and value, block's key and value (float32), and what each block sees: nothing to all."""
+    S, A, B, K, G, D, T = (sizes[name] for name in "SABKGDT")
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(S, A, B, K, G, D), (S, T, K, D), (S, T, K, D), (S, A, B, K, D), (S, A, B, K, D)]
+    tensors = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    visible_SA = torch.randint(T + 1, (S, A), generator=generator)
+    visible_SA[0, 0], visible_SA[-1, -1] = 0, T
+    return tensors, visible_SA
+
+
+def attend_slowly(tensors: list[Tensor], visible_SA: Tensor) -> Tensor:
+    query, context_key, context_value, key, value = tensors
+    S, A, B, K, G, D = query.shape
+    out = []
+    for s in range(S):
+        for a in range(A):
+            seen = int(visible_SA[s, a])
+            for b in range(B):
+                for k in range(K):
+                    keys = torch.cat([context_key[s, :seen, k], key[s, a, :, k]])
+                    values = torch.cat([context_value[s, :seen, k], value[s, a, :, k]])
+                    for g in range(G):
+                        weights = (keys @ query[s, a, b, k, g] / math.sqrt(D)).exp()
+                        out.append(weights @ values / weights.sum())
+    return torch.stack(out).view(S, A, B, K, G, D)
+
+
+def attend(tensors: list[Tensor], visible_SA: Tensor) -> Tensor:
+    return attend_blocks(tensors[0], (tensors[1], tensors[2]), (tensors[3], tensors[4]), visible_SA)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 2**31), at_once=st.integers(1, 6))
+def test_output_and_gradients_are_those_of_the_formula(sizes: dict[str, int], seed: int, at_once: int) -> None:
+    tensors, visible_SA = draw(sizes, seed)
+    exact_tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    exact = attend_slowly(exact_tensors, visible_SA)
+    gradient = torch.randn(exact.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    expected = torch.autograd.grad(exact, exact_tensors, gradient, materialize_grads=True)
+
+    numbers_of_one = sizes["S"] * sizes["B"] * sizes["G"] * sizes["T"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_MASK_NUMBERS", at_once * numbers_of_one)
+        found = attend(tensors, visible_SA)
+        gradients = torch.autograd.grad(found, tensors, gradient.float(), materialize_grads=True)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5 * max(1.0, float(other.abs().max())))
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=SIZES, seed=st.integers(0, 2**31))
+def test_the_dense_way_gives_the_same(sizes: dict[str, int], seed: int) -> None:
+    tensors, visible_SA = draw(sizes, seed)
+    dense = attend_densely(tensors[0], (tensors[1], tensors[2]), (tensors[3], tensors[4]), visible_SA)
+    torch.testing.assert_close(attend(tensors, visible_SA), dense, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_right_within_its_rounding() -> None:
+    sizes = {"S": 2, "A": 9, "B": 8, "K": 3, "G": 3, "D": 64, "T": 70}
+    tensors, visible_SA = draw(sizes, 3)
+    low = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
+    exact_tensors = [tensor.detach().double().requires_grad_() for tensor in low]
+    exact, found = attend_slowly(exact_tensors, visible_SA), attend(low, visible_SA)
+    gradient = torch.randn(exact.shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    expected = torch.autograd.grad(exact, exact_tensors, gradient.double())
+    gradients = torch.autograd.grad(found, low, gradient)
+    for one, other in zip((found, *gradients), (exact, *expected), strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 0.01
+
+
+@settings(max_examples=30, deadline=None)
+@given(half=st.integers(1, 8), heads=st.integers(1, 3), position=st.integers(0, 5000), seed=st.integers(0, 2**31))
+def test_pairs_turn_by_the_formulas_angles_and_their_gradients_turn_back(
+    half: int, heads: int, position: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vectors, gradient = (torch.randn(2, heads, 2 * half, generator=generator) for _ in range(2))
+    vectors.requires_grad_()
+    positions = torch.tensor([position, position + 1])
+    rotated = rotate(vectors, rotary_table(positions, 2 * half, 10_000.0))
+    rotated.backward(gradient)
+    assert vectors.grad is not None
+    for p in range(2):
+        for i in range(half):
+            angle = float(positions[p]) * 10_000.0 ** (-i / half)
+            turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+            pair = vectors.detach()[p, :, [i, i + half]] @ turn.T
+            back = gradient[p, :, [i, i + half]] @ turn
+            torch.testing.assert_close(rotated.detach()[p, :, [i, i + half]], pair, rtol=1e-3, atol=2e-3)
+            torch.testing.assert_close(vectors.grad[p, :, [i, i + half]], back, rtol=1e-3, atol=2e-3)
