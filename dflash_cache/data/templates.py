@@ -43,11 +43,15 @@ class _Whole(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """input_ids (T) int32 and loss_mask (T) bool; `unsupervised_answers` had to be left out of the mask."""
+    """input_ids (T) int32 and loss_mask (T) bool; `unsupervised_answers` had to be left out of the mask.
+
+    `is_cut`: the conversation had more turns than could be kept.
+    """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     unsupervised_answers: int = 0
+    is_cut: bool = False
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -101,6 +105,11 @@ def tokenize_conversation(
     whole = _Whole(text, _encode(tokenizer, text))
     spans = _find_answers(tokenizer, conversation, whole, stops, answers)
     return Tokens(np.asarray(whole.ids, np.int32), _mask(spans, len(whole.ids)), len(answers) - len(spans))
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> int:
+    """How many ids the whole conversation takes. Raises RecordError if the template refuses."""
+    return len(_encode(tokenizer, _render(tokenizer, conversation)))
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -21,6 +21,7 @@ from dflash_cache.cache.state_format import check_codec
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.conversations import ReadResult, RecordError, read_conversations
+from dflash_cache.data.cutting import tokenize_to_fit
 from dflash_cache.data.plan import JobList, plan_jobs
 from dflash_cache.data.samples import build_samples
 from dflash_cache.data.templates import (
@@ -29,7 +30,6 @@ from dflash_cache.data.templates import (
     answer_sample,
     check_template,
     template_fingerprint,
-    tokenize_conversation,
     tokenize_prompt,
     tokenizer_fingerprint,
 )
@@ -186,7 +186,6 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
     """The table of samples; those in `answered` have their answers from there."""
     tokenizer = load_tokenizer(config.target)
     stop_ids = stop_ids_of(config.target, tokenizer)
-    last_only = config.data.train_on == "last-assistant"
     reasons: Counter[str] = Counter()
     first: dict[str, str] = {}
 
@@ -201,7 +200,7 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
                     if config.respond.enabled:  # raises: else it were answered
                         tokenize_prompt(tokenizer, conversation.messages, source, conversation.tools)
                     raise RecordError(source, "no answer, and respond.enabled is off")
-                yield source, tokenize_conversation(tokenizer, conversation, stop_ids, last_only)
+                yield source, tokenize_to_fit(tokenizer, conversation, config.data, stop_ids)
             except RecordError as error:
                 if config.data.strict:
                     raise
@@ -210,6 +209,8 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
 
     table, counts = build_samples(tokenized(), config.data)
     observer.skipped(dict(reasons) | counts.skipped, first | counts.first_skipped)
+    if counts.cut:
+        observer.noted(f"{counts.cut:,} conversations were longer than data.max_length and are cut at a turn.")
     if counts.truncated:
         observer.noted(f"{counts.truncated:,} samples were longer than data.max_length and are cut.")
     if counts.unsupervised_answers:
