@@ -136,7 +136,7 @@ def _measure_answered(config: Config, read: ReadResult, observer: Observer) -> n
     if not answered:
         return np.zeros(0, np.int64)
     closed = config.model_copy(update={"respond": config.respond.model_copy(update={"enabled": False})})
-    samples = build(closed, replace(read, conversations=answered), {}, observer)
+    samples, _ = build(closed, replace(read, conversations=answered), {}, observer)
     lengths: np.ndarray = samples["length"].to_numpy().astype(np.int64)
     return lengths
 
