@@ -9,6 +9,7 @@ import typer
 from dflash_cache.cache.layout import Manifest
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
+from dflash_cache.data.report import DataReport
 from dflash_cache.target.observer import Estimate, Observer
 from dflash_cli.console import WorkProgress, console, show_bytes
 from dflash_cli.options import ConfigFile, Overrides, Strict
@@ -76,6 +77,10 @@ class GenerateConsole(Observer):
         """One line a reason."""
         for reason, count in reasons.items():
             console.print(f"Left out {count:,} (first: {first.get(reason, '?')}): {reason}.")
+
+    def reported(self, report: DataReport) -> None:
+        """The whole in one line."""
+        console.print(report.sum_up())
 
     def rejected(self, reasons: dict[str, int], first: dict[str, str]) -> None:
         """One line a reason."""

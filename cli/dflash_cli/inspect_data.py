@@ -59,6 +59,8 @@ def read_samples_of(config: Config, first: int, count: int) -> Iterator[Sample]:
     from dflash_cache.target.prepare import read_preparation
 
     is_begun = manifest_path(Path(config.cache_dir)).exists()
+    if is_begun:
+        _show_reports(Path(config.cache_dir))
     table = read_preparation(config).samples if is_begun else _tokenize(config)
     if first >= table.num_rows:
         raise DataError(
@@ -78,7 +80,23 @@ def _tokenize(config: Config) -> "pa.Table":
     observer = GenerateConsole()
     read = read_conversations(config.data.paths, config.data.strict, config.data.drop_duplicates)
     observer.skipped(read.skipped, read.first_skipped)
-    return build(config, read, {}, observer)
+    table, report = build(config, read, {}, observer)
+    observer.reported(report)
+    return table
+
+
+def _show_reports(cache_dir: Path) -> None:
+    """What `generate` told of the data that each part of the cache was made from."""
+    from dflash_cache.target.data_report import read_reports
+    from dflash_cli.generate import GenerateConsole
+
+    observer = GenerateConsole()
+    for report in read_reports(cache_dir):
+        if report is not None:
+            observer.skipped(report.left_out, report.first_left_out)
+            for sentence in report.describe_samples():
+                observer.noted(sentence)
+            observer.reported(report)
 
 
 def show_sample(sample: Sample, decode: "Callable[[np.ndarray], str]", in_colour: bool) -> Text:

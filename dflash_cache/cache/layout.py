@@ -163,6 +163,11 @@ def jobs_path(cache_dir: Path) -> Path:
     return cache_dir / "jobs.parquet"
 
 
+def data_report_path(cache_dir: Path) -> Path:
+    """What became of the records that each part was made from."""
+    return cache_dir / "data_report.json"
+
+
 def index_dir(cache_dir: Path) -> Path:
     """One row a cached sample, in parquet."""
     return cache_dir / "index"

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_hexdigest
 
 from dflash_cache.cache.files import explain_write_errors, remove_leftovers, write_atomically
 from dflash_cache.cache.index import SCHEMA, fragment_path, list_index_files, read_index_file
-from dflash_cache.cache.layout import index_dir, jobs_path, manifest_path, responses_dir, samples_dir
+from dflash_cache.cache.layout import data_report_path, index_dir, jobs_path, manifest_path, responses_dir, samples_dir
 from dflash_cache.cache.lock import lock_cache
 from dflash_cache.cache.marker import WriterMarker
 from dflash_cache.cache.rejected import rejected_dir
@@ -72,7 +72,7 @@ class Staging:
     def put_tables(self) -> None:
         """Put what is known before the first forward, the manifest last. Raises WriteError."""
         self._put_changed(responses_dir(self.folder), samples_dir(self.folder), jobs_path(self.folder))
-        self._put_changed(self.folder / "config.yaml", manifest_path(self.folder))
+        self._put_changed(data_report_path(self.folder), self.folder / "config.yaml", manifest_path(self.folder))
 
     @contextmanager
     def putting(self, pause: Callable[[bool], None], stop: Callable[[], None]) -> Iterator[None]:

@@ -78,7 +78,11 @@ class DataSettings(Settings):
         description="JSONL, JSON or parquet files, folders or globs of these, or hub:owner/name[/subset][:split]",
     )
     max_length: PositiveInt = Field(2048, description="tokens; a longer sample is handled as `overlong` says")
-    overlong: Literal["drop", "truncate"] = Field("drop", description="drop the sample, or cut its end off")
+    overlong: Literal["drop", "cut-turn", "truncate"] = Field(
+        "drop",
+        description="drop the sample; cut-turn: leave out its last turns until it ends with a whole answer; truncate: "
+        "cut its end off wherever that is",
+    )
     train_on: Literal["all-assistant", "last-assistant"] = Field(
         "all-assistant", description="which answers of a conversation are supervised: all, or the last one"
     )

@@ -35,11 +35,15 @@ _CHUNK_TOKENS = 1 << 24
 
 @dataclass
 class Counts:
-    """What became of the conversations; `truncated` samples and those with `unsupervised_answers` are kept ones."""
+    """What became of the conversations; samples `cut` at a turn or `truncated` within one are kept ones.
+
+    So are those with `unsupervised_answers`.
+    """
 
     samples: int = 0
     tokens: int = 0
     loss_tokens: int = 0
+    cut: int = 0
     truncated: int = 0
     unsupervised_answers: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
@@ -94,13 +98,14 @@ def _fit(source: str, tokens: Tokens, settings: DataSettings, counts: Counts) ->
                 "raise data.max_length, shorten the record, or set data.strict to false to handle it as "
                 "data.overlong says",
             )
-        if settings.overlong == "drop":
+        if settings.overlong != "truncate":  # where turns are left out, `cutting` has done so
             counts.skip(LONG, source)
             return None
         tokens = Tokens(tokens.input_ids[:limit], tokens.loss_mask[:limit], tokens.unsupervised_answers)
     if np.count_nonzero(tokens.loss_mask) < settings.min_answer_tokens:
         counts.skip(SHORT, source)
         return None
+    counts.cut += tokens.is_cut
     counts.truncated += length > limit
     counts.unsupervised_answers += tokens.unsupervised_answers
     return tokens

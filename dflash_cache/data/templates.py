@@ -1,18 +1,20 @@
 """Conversations to token ids and an exact loss mask over the assistant's tokens, with the chat template as it is.
 
-Where the template marks the assistant's text itself (`{% generation %}`), transformers' mask is taken. Elsewhere the
-mask is found by prefix differences: what the template gives for the messages before an answer (asking for one) must
-begin what it gives with the answer, and that must begin what it gives for the whole conversation, as text and as
-token ids; the difference is supervised up to the last stop token. Strings are never searched for, so no content can
-pass for a turn. What does not hold is refused, not guessed. The cost is one tokenization of the whole conversation
-and two of the part up to each answer (one and one for a single answer).
+The mask is found by prefix differences: what the template gives for the messages before an answer (asking for one)
+must begin what it gives with the answer, and that must begin what it gives for the whole conversation, as text and as
+token ids; the difference is supervised up to the last stop token. Where the template marks the assistant's text itself
+(`{% generation %}`), transformers' mask is taken, but for what those differences show to be no answer: SmolLM3 marks
+the header, too. Strings are never searched for, so no content can pass for a turn. What does not hold is refused, not
+guessed. The cost is one tokenization of the whole conversation and two of the part up to each answer (one and one for
+a single answer).
 """
 
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -25,19 +27,31 @@ from dflash_cache.errors import TargetError
 
 Tools = Sequence[dict[str, Any]]
 
-MASK_RULE = "assistant-spans-1"  # changes with any rule below that can change a mask
+# Changes with the rules below where masks of most templates do; the manifest's data fingerprint sees every single one.
+MASK_RULE = "assistant-spans-1"
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # in the template's own text
 _STATE_KEYS = ("padding", "truncation")  # of the last call, in the backend's JSON
 
 
+class _Whole(NamedTuple):
+    """What the template gives for a whole conversation, as text and as ids."""
+
+    text: str
+    ids: list[int]
+
+
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """input_ids (T) int32 and loss_mask (T) bool; `unsupervised_answers` had to be left out of the mask."""
+    """input_ids (T) int32 and loss_mask (T) bool; `unsupervised_answers` had to be left out of the mask.
+
+    `is_cut`: the conversation had more turns than could be kept.
+    """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     unsupervised_answers: int = 0
+    is_cut: bool = False
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -72,30 +86,30 @@ def tokenize_conversation(
 ) -> Tokens:
     """The whole conversation; every answer is supervised with its stop token, with `last_only` the last one alone.
 
-    `stop_ids` are the target's stop tokens besides the tokenizer's end of sequence. Where the template changes an
-    earlier answer once more follows (it drops its reasoning, say), the target never sees both as one text, and only
-    the last answer is supervised. Raises RecordError if that one cannot be told from its prompt either, if there is
-    none, or if the template refuses. Of plain text every token is supervised, but what the tokenizer puts before it.
+    `stop_ids` are the target's stop tokens besides the tokenizer's end of sequence. An earlier answer that the template
+    gives otherwise once more follows (it drops its reasoning, say) is not the target's own, and is not supervised.
+    Raises RecordError if the last one cannot be told from its prompt either, if there is none, or if the template
+    refuses. Of plain text every token is supervised, but what the tokenizer puts before it.
     """
     if conversation.text is not None:
         return _tokenize_text(tokenizer, conversation.text)
     answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
     if not answers:
         raise RecordError(conversation.source, "no answer")
+    answers = answers[-1:] if last_only else answers
+    stops = stop_ids | {tokenizer.eos_token_id}
     if tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()):
         marked = _tokenize_marked(tokenizer, conversation)
-        return _clear_earlier_answers(tokenizer, conversation, marked, answers[-1]) if last_only else marked
-    input_ids = _encode(tokenizer, _render(tokenizer, conversation))
-    stops = stop_ids | {tokenizer.eos_token_id}
-    answers = answers[-1:] if last_only else answers
-    try:
-        spans = [_find_answer(tokenizer, conversation, input_ids, stops, i) for i in answers]
-    except RecordError:
-        spans = [_find_answer(tokenizer, conversation, input_ids, stops, answers[-1])]
-    loss_mask = np.zeros(len(input_ids), bool)
-    for begin, end in spans:
-        loss_mask[begin:end] = True
-    return Tokens(np.asarray(input_ids, np.int32), loss_mask, len(answers) - len(spans))
+        return _keep_answers(tokenizer, conversation, marked, stops, answers)
+    text = _render(tokenizer, conversation)
+    whole = _Whole(text, _encode(tokenizer, text))
+    spans = _find_answers(tokenizer, conversation, whole, stops, answers)
+    return Tokens(np.asarray(whole.ids, np.int32), _mask(spans, len(whole.ids)), len(answers) - len(spans))
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> int:
+    """How many ids the whole conversation takes. Raises RecordError if the template refuses."""
+    return len(_encode(tokenizer, _render(tokenizer, conversation)))
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -139,39 +153,106 @@ def _tokenize_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversat
     return Tokens(np.asarray(encoded["input_ids"], np.int32), loss_mask)
 
 
-def _clear_earlier_answers(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tokens: Tokens, last: int
+def _keep_answers(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    tokens: Tokens,
+    stops: frozenset[int],
+    answers: list[int],
 ) -> Tokens:
-    """Only what follows the prompt of the answer in message `last` stays supervised."""
-    prompt = _encode(
-        tokenizer, _render(tokenizer, replace(conversation, messages=conversation.messages[:last]), ask=True)
-    )
-    if tokens.input_ids[: len(prompt)].tolist() != prompt:
-        raise RecordError(conversation.source, "the chat template changes the prompt once it is answered")
-    return replace(tokens, loss_mask=tokens.loss_mask & (np.arange(len(tokens.loss_mask)) >= len(prompt)))
+    """Of what is marked, that which lies in `answers`; where one of all answers cannot be found, all that is marked."""
+    whole = _Whole(_render(tokenizer, conversation), tokens.input_ids.tolist())
+    num_answers = sum(message.role == "assistant" for message in conversation.messages)
+    try:
+        spans = [_find_answer(tokenizer, conversation, whole, stops, i) for i in answers]
+    except RecordError:
+        if len(answers) < num_answers:
+            raise
+        return tokens
+    return replace(tokens, loss_mask=tokens.loss_mask & _mask(spans, len(whole.ids)))
+
+
+def _find_answers(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    whole: _Whole,
+    stops: frozenset[int],
+    answers: list[int],
+) -> list[tuple[int, int]]:
+    """The spans of `answers` that can be told, the last one's always. Raises RecordError."""
+    spans = [_find_answer(tokenizer, conversation, whole, stops, answers[-1])]
+    for i in answers[:-1]:
+        with suppress(RecordError):
+            spans.append(_find_answer(tokenizer, conversation, whole, stops, i))
+    return spans
 
 
 def _find_answer(
     tokenizer: PreTrainedTokenizerBase,
     conversation: Conversation,
-    input_ids: list[int],
+    whole: _Whole,
     stops: frozenset[int],
     i: int,
 ) -> tuple[int, int]:
-    """Where in `input_ids`, those of the whole conversation, the answer in message `i` begins and ends."""
-    prompt = _render(tokenizer, replace(conversation, messages=conversation.messages[:i]), ask=True)
+    """Where in `whole` the answer in message `i` begins and ends. Raises RecordError."""
+    before = replace(conversation, messages=conversation.messages[:i])
+    prompt, asked = _render(tokenizer, before, ask=True), _render(tokenizer, before)
     answered = _render(tokenizer, replace(conversation, messages=conversation.messages[: i + 1]))
     if not answered.startswith(prompt):
         raise RecordError(conversation.source, "the chat template changes the prompt once it is answered")
     prompt_ids = _encode(tokenizer, prompt)
-    answered_ids = _encode(tokenizer, answered) if i + 1 < len(conversation.messages) else input_ids
+    answered_ids = _encode(tokenizer, answered) if i + 1 < len(conversation.messages) else whole.ids
     begin = len(prompt_ids)
     if answered_ids[:begin] != prompt_ids:
         raise RecordError(conversation.source, "the answer begins within a token of the prompt")
+    if not prompt.startswith(asked):  # Phi-3 closes all that asks for nothing, with a stop token that ends no answer
+        closing = _without_prefix(_encode(tokenizer, asked), prompt_ids)
+        answered_ids = answered_ids[: -len(closing)] if answered_ids[-len(closing) :] == closing else answered_ids
     end = _end_of_answer(answered_ids, begin, stops)
-    if input_ids[:end] != answered_ids[:end]:
+    has_stop = answered_ids[end - 1] in stops
+    if whole.ids[:end] == answered_ids[:end]:
+        # GLM's answers end with what begins the next turn: the target stops there, so it is the answer's stop token
+        return begin, end + (not has_stop and end < len(whole.ids) and whole.ids[end] in stops)
+    # gpt-oss ends an earlier answer as it ends a user's message, and the last one with a token of its own
+    ends_alike = whole.ids[end - 1 : end] == _encode(tokenizer, asked)[-1:]
+    if has_stop and ends_alike and whole.ids[: end - 1] == answered_ids[: end - 1]:
+        return begin, end
+    bare = _find_bare_answer(tokenizer, conversation.messages[i], whole, prompt, stops)
+    if bare is None:
         raise RecordError(conversation.source, "the chat template changes an answer once more follows")
-    return begin, end
+    return bare
+
+
+def _find_bare_answer(
+    tokenizer: PreTrainedTokenizerBase, message: Message, whole: _Whole, prompt: str, stops: frozenset[int]
+) -> tuple[int, int] | None:
+    """An earlier answer's span where its content and a stop token follow the prompt at once, and nothing was dropped.
+
+    Qwen3 puts an empty think block before the last answer alone.
+    """
+    if message.reasoning is not None or not whole.text.startswith(prompt):
+        return None
+    begin = len(_encode(tokenizer, prompt))
+    for content in (message.content, message.content.strip()):
+        if whole.text.startswith(content, len(prompt)):
+            ids = _encode(tokenizer, prompt + content)
+            if whole.ids[: len(ids)] == ids and begin < len(ids) < len(whole.ids) and whole.ids[len(ids)] in stops:
+                return begin, len(ids) + 1
+    return None
+
+
+def _without_prefix(ids: list[int], others: list[int]) -> list[int]:
+    """What is left of `ids` after the ids that both begin with."""
+    same = next((k for k, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), len(others))
+    return ids[same:]
+
+
+def _mask(spans: list[tuple[int, int]], length: int) -> np.ndarray:
+    """(length,) bool: whether a position lies in one of the spans."""
+    mask = np.zeros(length, bool)
+    for begin, end in spans:
+        mask[begin:end] = True
+    return mask
 
 
 def _end_of_answer(ids: list[int], begin: int, stops: frozenset[int]) -> int:

@@ -18,6 +18,7 @@ from dflash_cache.cache.layout import Manifest, difference, jobs_path, samples_p
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets
 from dflash_cache.data.plan import JobList, plan_jobs
+from dflash_cache.target.data_report import write_report
 from dflash_cache.target.prepare import Preparation, job_table, read_samples
 
 
@@ -52,6 +53,8 @@ def join_parts(config: Config, was: Manifest, prepared: Preparation) -> Preparat
         tables.append(_number_on(prepared.samples, was))
         manifest = _add_part(was, prepared, (*parts, own))
         write_table(samples_path(cache_dir, len(parts)), tables[-1])
+        if prepared.report is not None:
+            write_report(cache_dir, len(parts), prepared.report)
     joined = Preparation(
         samples=pa.concat_tables(tables),
         bucket_N=np.concatenate([table["bucket"].to_numpy() for table in tables]),

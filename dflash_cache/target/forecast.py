@@ -7,6 +7,7 @@ loaded and nothing is written.
 
 import math
 import shutil
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -18,7 +19,7 @@ from dflash_cache.cache.state_format import StateFormat, check_codec, is_codable
 from dflash_cache.config.dtypes import Codec
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
-from dflash_cache.data.conversations import ReadResult, read_conversations
+from dflash_cache.data.conversations import ReadResult, RecordError, read_conversations
 from dflash_cache.data.plan import JobList, plan_jobs
 from dflash_cache.data.templates import check_template, tokenize_prompt
 from dflash_cache.drafter.weights import TargetFiles
@@ -62,7 +63,7 @@ def forecast(config: Config, observer: Observer) -> Forecast:
     read = read_conversations(config.data.paths, config.data.strict, config.data.drop_duplicates)
     observer.skipped(read.skipped, read.first_skipped)
     answered_N = _measure_answered(config, read, observer)
-    open_N = _bound_open(config, read)
+    open_N = _bound_open(config, read, observer)
     lengths = np.concatenate([answered_N, open_N])
     if not len(lengths):
         raise DataError("No sample is left: every conversation waits for an answer, and respond.enabled is off.")
@@ -136,19 +137,33 @@ def _measure_answered(config: Config, read: ReadResult, observer: Observer) -> n
     if not answered:
         return np.zeros(0, np.int64)
     closed = config.model_copy(update={"respond": config.respond.model_copy(update={"enabled": False})})
-    samples = build(closed, replace(read, conversations=answered), {}, observer)
+    samples, _ = build(closed, replace(read, conversations=answered), {}, observer)
     lengths: np.ndarray = samples["length"].to_numpy().astype(np.int64)
     return lengths
 
 
-def _bound_open(config: Config, read: ReadResult) -> np.ndarray:
-    """The greatest lengths (N,) that prompts without an answer may get; none if they are left out."""
+def _bound_open(config: Config, read: ReadResult, observer: Observer) -> np.ndarray:
+    """The greatest lengths (N,) that prompts without an answer may get; none if they are left out.
+
+    A prompt that the template refuses is counted, as `generate` does. Raises RecordError at it with data.strict.
+    """
     waiting = [conversation for conversation in read.conversations if conversation.needs_answer]
     if not waiting or not config.respond.enabled:
         return np.zeros(0, np.int64)
     tokenizer = load_tokenizer(config.target)
     check_template(tokenizer, config.target.model)
-    prompts = [len(tokenize_prompt(tokenizer, each.messages, each.source)) for each in waiting]
+    prompts: list[int] = []
+    reasons: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for each in waiting:
+        try:
+            prompts.append(len(tokenize_prompt(tokenizer, each.messages, each.source, each.tools)))
+        except RecordError as error:
+            if config.data.strict:
+                raise
+            reasons[error.reason] += 1
+            first.setdefault(error.reason, each.source)
+    observer.skipped(dict(reasons), first)
     return np.minimum(np.array(prompts, np.int64) + config.respond.max_new_tokens, config.data.max_length)
 
 

@@ -21,6 +21,7 @@ from dflash_cache.cache.files import remove_leftovers
 from dflash_cache.cache.index import cached_rows, consolidate
 from dflash_cache.cache.layout import (
     Manifest,
+    data_report_path,
     difference,
     is_remote,
     manifest_path,
@@ -214,6 +215,7 @@ def claim(run: Run, prepared: Preparation, observer: Observer) -> Preparation:
                 "cache_dir to another folder."
             )
         samples_path(cache_dir).unlink(missing_ok=True)
+        data_report_path(cache_dir).unlink(missing_ok=True)
         write_manifest(cache_dir, prepared.manifest)
         write_preparation(cache_dir, prepared)
         return prepared

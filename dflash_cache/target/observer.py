@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from dflash_cache.data.report import DataReport
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -32,6 +34,9 @@ class Observer:
 
     def skipped(self, reasons: dict[str, int], first: dict[str, str]) -> None:
         """Records left out, by reason; `first` says where the first of each stands."""
+
+    def reported(self, report: DataReport) -> None:
+        """What became of all records, once they are samples."""
 
     def rejected(self, reasons: dict[str, int], first: dict[str, str]) -> None:
         """Samples whose states were bad and left out, by reason, at the end; `first` names the first of each."""

@@ -21,7 +21,9 @@ from dflash_cache.cache.state_format import check_codec
 from dflash_cache.config.settings import Config
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
 from dflash_cache.data.conversations import ReadResult, RecordError, read_conversations
+from dflash_cache.data.cutting import tokenize_to_fit
 from dflash_cache.data.plan import JobList, plan_jobs
+from dflash_cache.data.report import DataReport, make_report
 from dflash_cache.data.samples import build_samples
 from dflash_cache.data.templates import (
     MASK_RULE,
@@ -29,13 +31,13 @@ from dflash_cache.data.templates import (
     answer_sample,
     check_template,
     template_fingerprint,
-    tokenize_conversation,
     tokenize_prompt,
     tokenizer_fingerprint,
 )
 from dflash_cache.drafter.mask_token import list_candidates
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import CacheError
+from dflash_cache.target.data_report import write_report
 from dflash_cache.target.load import (
     Target,
     drafter_layer_ids,
@@ -52,12 +54,13 @@ Answerer = Callable[[list[list[int]], Path], list[list[int]]]
 
 @dataclass(frozen=True)
 class Preparation:
-    """samples: the table of `data.samples`; bucket_N: each one's bucket; jobs: the list; target: if it is loaded."""
+    """samples: the table of `data.samples`; bucket_N: each one's bucket; jobs: the list; report: if just made."""
 
     samples: pa.Table
     bucket_N: np.ndarray
     jobs: JobList
     manifest: Manifest
+    report: DataReport | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -98,7 +101,8 @@ def prepare(config: Config, answerer: Answerer, observer: Observer, append: bool
     observer.skipped(read.skipped, read.first_skipped)
     fingerprint = files.fingerprint()
 
-    samples = build(config, read, answer(config, read, answerer, append), observer)
+    samples, report = build(config, read, answer(config, read, answerer, append), observer)
+    observer.reported(report)
     lengths = samples["length"].to_numpy()
     bounds = config.data.bucket_bounds or quantile_bounds(lengths, config.data.num_buckets, config.data.max_length)
     bucket_N = assign_buckets(lengths, bounds)
@@ -129,7 +133,7 @@ def prepare(config: Config, answerer: Answerer, observer: Observer, append: bool
         ),
         settings=config.model_dump(mode="json"),
     )
-    return Preparation(samples, bucket_N, jobs, manifest)
+    return Preparation(samples, bucket_N, jobs, manifest, report)
 
 
 def read_preparation(config: Config) -> Preparation:
@@ -160,11 +164,16 @@ def _read_table(path: Path) -> pa.Table:
 
 
 def write_preparation(cache_dir: Path, preparation: Preparation) -> None:
-    """Write samples and job list into the cache, where they are not there already. Raises WriteError."""
+    """Write samples, their report and job list into the cache, where they are not there already.
+
+    Raises WriteError, or CacheError if a report that is there is damaged.
+    """
     path = samples_path(cache_dir)
     if not path.exists():  # they follow from the manifest
         bucketed = preparation.samples.append_column("bucket", pa.array(preparation.bucket_N, pa.int16()))
         write_table(path, bucketed)
+    if preparation.report is not None:
+        write_report(cache_dir, 0, preparation.report)
     write_table(jobs_path(cache_dir), job_table(preparation.jobs))  # the token budget may be another than it was
 
 
@@ -184,11 +193,12 @@ def samples_fingerprint(samples: pa.Table) -> str:
     return hasher.hexdigest()
 
 
-def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observer: Observer) -> pa.Table:
-    """The table of samples; those in `answered` have their answers from there."""
+def build(
+    config: Config, read: ReadResult, answered: dict[str, Tokens], observer: Observer
+) -> tuple[pa.Table, DataReport]:
+    """The table of samples, those in `answered` with their answers from there; and what became of all records."""
     tokenizer = load_tokenizer(config.target)
     stop_ids = stop_ids_of(config.target, tokenizer)
-    last_only = config.data.train_on == "last-assistant"
     reasons: Counter[str] = Counter()
     first: dict[str, str] = {}
 
@@ -203,7 +213,7 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
                     if config.respond.enabled:  # raises: else it were answered
                         tokenize_prompt(tokenizer, conversation.messages, source, conversation.tools)
                     raise RecordError(source, "no answer, and respond.enabled is off")
-                yield source, tokenize_conversation(tokenizer, conversation, stop_ids, last_only)
+                yield source, tokenize_to_fit(tokenizer, conversation, config.data, stop_ids)
             except RecordError as error:
                 if config.data.strict:
                     raise
@@ -212,11 +222,10 @@ def build(config: Config, read: ReadResult, answered: dict[str, Tokens], observe
 
     table, counts = build_samples(tokenized(), config.data)
     observer.skipped(dict(reasons) | counts.skipped, first | counts.first_skipped)
-    if counts.truncated:
-        observer.noted(f"{counts.truncated:,} samples were longer than data.max_length and are cut.")
-    if counts.unsupervised_answers:
-        observer.noted(f"{counts.unsupervised_answers:,} answers are not trained on: the template changes them.")
-    return table
+    report = make_report(read, reasons, first, counts)
+    for sentence in report.describe_samples():
+        observer.noted(sentence)
+    return table, report
 
 
 def answer(config: Config, read: ReadResult, answerer: Answerer, append: bool) -> dict[str, Tokens]:

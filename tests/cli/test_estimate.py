@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,25 @@ def test_without_answers_and_without_respond_there_is_nothing_to_estimate(dflash
     outcome = dflash("estimate", project, "--set", f"data.paths=[{project.parent / 'prompts.jsonl'}]")
     assert outcome.code == 2
     assert "respond.enabled is off" in outcome.err
+
+
+def test_prompts_that_the_template_refuses_are_counted_as_generate_counts_them(dflash, project: Path) -> None:
+    tree = yaml.safe_load(project.read_text())
+    target = project.parent / "target"
+    shutil.copytree(tree["target"]["model"], target)
+    template = target / "chat_template.jinja"
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    prompts = project.parent / "prompts.jsonl"
+    prompts.write_text(prompts.read_text() + json.dumps({"prompt": "w1", "system": "w2"}) + "\n")
+    tree |= {"respond": {"enabled": True, "max_new_tokens": 9}}
+    tree["target"]["model"] = str(target)
+    tree["data"]["paths"] = [str(prompts)]
+    project.write_text(yaml.safe_dump(tree))
+    shown = dflash("estimate", project)
+    assert shown.code == 0
+    assert f"Left out 1 (first: {prompts}:4): refused by the chat template." in " ".join(shown.out.split())
+    assert "3 answers are still to be written" in shown.out
+    strict = dflash("estimate", project, "--set", "data.strict=true")
+    assert strict.code == 2
+    assert "refused by the chat template: no system prompts" in " ".join(strict.err.split())

@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,15 @@ def test_truncated_samples_lose_their_end_and_those_left_without_answer_are_left
     assert counts.unsupervised_answers == 1  # of the samples kept
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_samples_cut_at_a_turn_are_counted_apart_and_what_no_cut_made_fit_is_dropped() -> None:
+    cut = replace(make_tokens(6, 2), is_cut=True)
+    rows = [("a:1", cut), ("a:2", make_tokens(9, 4)), ("a:3", make_tokens(8, 2)), ("a:4", cut)]
+    table, counts = build_samples(rows, settings(overlong="cut-turn"))
+    assert table["source"].to_pylist() == ["a:1", "a:3", "a:4"]
+    assert (counts.cut, counts.truncated, counts.skipped) == (2, 0, {"longer than data.max_length": 1})
+
+
+@pytest.mark.parametrize("overlong", ["drop", "cut-turn", "truncate"])
 def test_strict_stops_at_an_overlong_sample(overlong: str) -> None:
     rows = [("a.jsonl:1", make_tokens(8, 2)), ("a.jsonl:2", make_tokens(9, 2))]
     with pytest.raises(RecordError) as caught:
