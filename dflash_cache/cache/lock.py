@@ -61,9 +61,7 @@ def _lock(descriptor: int, held: str, error: type[DFlashError], path: Path, dead
                 raise error(f"The file {path} cannot be locked ({refused.strerror}): mend its storage.") from None
             if time.monotonic() >= deadline:
                 holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
-                raise error(
-                    f"{held}{f' ({holder})' if holder else ''}: wait until it has ended, or stop it."
-                ) from None
+                raise error(f"{held}{f' ({holder})' if holder else ''}: wait until it has ended, or stop it.") from None
             time.sleep(_POLL_SECONDS)
     os.ftruncate(descriptor, 0)  # whoever is refused reads who holds it
     os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode()[:64], 0)

@@ -19,7 +19,7 @@ from train.rank_runs import free_port, server
 
 from dflash_cli.__main__ import main
 
-LONGEST_SAVE_SECONDS = 0.004  # of the tiny checkpoints: file and folder flushed
+LONGEST_SAVE_SECONDS = 0.001  # of a tiny checkpoint, most of it until the disk has it
 HANGS_SECONDS = 120.0
 
 
@@ -34,7 +34,7 @@ class Kills:
 
 @dataclass(frozen=True)
 class Command:
-    """`dflash …` in as many processes as it has ranks; its runs' folders lie in `folder`, its output goes to `shown`."""
+    """`dflash …` in as many processes as it has ranks; its runs lie in `folder`, what it prints in `shown`."""
 
     arguments: Sequence[str]
     folder: Path

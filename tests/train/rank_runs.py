@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,14 +66,6 @@ def run_ranks(configs: list[Config], fate: Fate = Fate()) -> list[tuple[int, str
         process.join(120)
     texts = [path.read_text() if path.exists() else "" for path in errors]
     return [(process.exitcode, text) for process, text in zip(processes, texts, strict=True)]
-
-
-def forked(call: Callable[..., None], *arguments: object) -> int:
-    """The exit code of a process of its own that makes this call."""
-    process = server.Process(target=call, args=arguments)
-    process.start()
-    process.join(120)
-    return process.exitcode
 
 
 def final_state(config: Config) -> tuple[int, dict[str, torch.Tensor]]:
