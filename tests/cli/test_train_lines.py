@@ -7,6 +7,8 @@ from dflash_cli.train import show_mix
 IN_EVERY_RECORD = {"micro_batches", "padding_efficiency", "mean_length", "max_length", "kl", "longest_run",
                    "buffer_fill", "ready"}  # fmt: skip
 
+OF_A_BUCKET = ("loss", "accuracy", "acceptance")
+
 
 def test_every_step_is_logged_whole_and_every_so_many_th_is_shown_with_how_it_was_mixed(dflash, project) -> None:
     assert dflash("generate", project).code == 0
@@ -15,7 +17,7 @@ def test_every_step_is_logged_whole_and_every_so_many_th_is_shown_with_how_it_wa
     lines = (project.parent / "run" / "log.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
-    per_bucket = {f"bucket_{b}_{name}" for b in range(3) for name in ("pct", "running_pct", "loss", "accuracy")}
+    per_bucket = {f"bucket_{b}_{name}" for b in range(3) for name in ("pct", "running_pct", *OF_A_BUCKET)}
     for record in records:
         assert record["batch"].keys() == IN_EVERY_RECORD | per_bucket
     shown = [line.strip() for line in trained.out.splitlines() if line.startswith("  mix ")]

@@ -23,7 +23,9 @@ from dflash_cache.train.ranks import join_ranks
 
 COMPLETE, STOPPED, REFUSED, KILLED = 0, 3, 2, -signal.SIGKILL
 NUM_WITHOUT_ANCHORS = 6  # samples of the cache that are cut off after the answer's first token
-TIMED = {"seconds", "wait", "tokens_per_second", "blocks_per_second"}  # what no two runs have alike
+TIMED = {"seconds", "wait", "wait_share", "seconds_left", "memory_bytes"} | {
+    f"{unit}_per_second" for unit in ("tokens", "samples", "blocks")
+}  # what no two runs have alike
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload([
