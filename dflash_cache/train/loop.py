@@ -73,7 +73,7 @@ def advance(run: TrainingRun, sinks: Sequence[Sink], stop: StopRequest) -> Itera
     for part in steps(run):
         taken = take_step(run, part)
         run.step += 1
-        record = {"kind": "train", "step": run.step, "num_steps": run.num_steps} | taken
+        record: Record = {"kind": "train", "step": run.step, "num_steps": run.num_steps} | taken
         _show(record | pace.add(record), sinks)
         if run.skipped_in_row >= run.config.train.max_skipped:
             raise _divergence(run, record["suspects"])
