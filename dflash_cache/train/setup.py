@@ -204,6 +204,7 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
         if ranks.is_first:
             stack.enter_context(_lock_run(Path(config.run_dir)))
             remove_unfinished(Path(config.run_dir))
+        ranks.any(False)  # nobody looks for the last checkpoint while others may still be writing one
         _resume(run)
         _check_ranks(run)
         if ranks.is_first:

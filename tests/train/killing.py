@@ -4,6 +4,7 @@ A command is `dflash_cli`'s main in a process of its own, from the server that h
 come at any time from its start on, the other half a moment after a checkpoint began to be written.
 """
 
+import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from train.rank_runs import free_port, server
 
+from dflash_cache.train import processes
 from dflash_cli.__main__ import main
 
 LONGEST_SAVE_SECONDS = 0.001  # of a tiny checkpoint, most of it until the disk has it
@@ -49,10 +51,10 @@ class Command:
         """Its processes, as torchrun starts them if there are several."""
         port = free_port()
         places = [(rank, self.num_ranks, port) for rank in range(self.num_ranks)]
-        processes = [server.Process(target=_run, args=(list(self.arguments), self.shown, place)) for place in places]
-        for process in processes:
+        started = [server.Process(target=_run, args=(list(self.arguments), self.shown, place)) for place in places]
+        for process in started:
             process.start()
-        return processes
+        return started
 
     def half_saved(self) -> set[str]:
         """Checkpoints in all runs' folders that are being written, or were when their writer was killed."""
@@ -86,18 +88,18 @@ def kill_until_done(make: Callable[[int], Command], seconds: float, num_kills: i
 def _killed_once(command: Command, seconds: float, dice: random.Random, kills: Kills) -> bool:
     """Start it, and kill it at a random instant unless it ends before; whether it did."""
     before = command.half_saved()
-    processes = command.start()
+    ranks = command.start()
     if dice.random() < 0.5:
-        _wait(processes, dice.uniform(0, seconds))
+        _wait(ranks, dice.uniform(0, seconds))
     else:
-        _wait(processes, HANGS_SECONDS, lambda: bool(command.half_saved() - before))
-        _wait(processes, dice.uniform(0, LONGEST_SAVE_SECONDS))
-    victim = dice.choice(processes)
+        _wait(ranks, HANGS_SECONDS, lambda: bool(command.half_saved() - before))
+        _wait(ranks, dice.uniform(0, LONGEST_SAVE_SECONDS))
+    victim = dice.choice(ranks)
     victim.kill()
     victim.join()
-    for other in processes:
+    for other in ranks:
         other.terminate()  # as torchrun does
-    codes = _wait_for_end(processes)
+    codes = _wait_for_end(ranks)
     if set(codes) == {0}:
         return True
     assert -signal.SIGKILL in codes, (codes, command.shown.read_text())
@@ -106,20 +108,20 @@ def _killed_once(command: Command, seconds: float, dice: random.Random, kills: K
     return False
 
 
-def _wait(processes: list[BaseProcess], seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-    """Until so many seconds went by, something came true, or the processes ended."""
+def _wait(ranks: list[BaseProcess], seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+    """Until so many seconds went by, something came true, or all have ended."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not until() and any(process.is_alive() for process in processes):
+    while time.monotonic() < deadline and not until() and any(process.is_alive() for process in ranks):
         time.sleep(0.0002)
 
 
-def _wait_for_end(processes: list[BaseProcess]) -> list[int | None]:
-    for process in processes:
+def _wait_for_end(ranks: list[BaseProcess]) -> list[int | None]:
+    for process in ranks:
         process.join(HANGS_SECONDS)
         if process.is_alive():
             process.kill()
             raise TimeoutError("a command did not end")
-    return [process.exitcode for process in processes]
+    return [process.exitcode for process in ranks]
 
 
 def _run(arguments: list[str], shown: Path, place: tuple[int, int, int]) -> None:
@@ -127,6 +129,7 @@ def _run(arguments: list[str], shown: Path, place: tuple[int, int, int]) -> None
     descriptor = os.open(shown, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    processes.get_context = lambda _: multiprocessing.get_context("fork")  # its own processes, too, import nothing
     rank, num_ranks, port = place
     if num_ranks > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}

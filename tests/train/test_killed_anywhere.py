@@ -25,13 +25,16 @@ def assert_same_runs(one: list[Config], other: list[Config]) -> None:
         assert read_log(config) == read_log(twin)
 
 
-@pytest.mark.parametrize(("parallel", "num_ranks"), [("replicated", 1), ("replicated", 2), ("sharded", 2)])
-def test_a_run_killed_anywhere_ends_with_the_same_bits(configure, tmp_path: Path, parallel, num_ranks) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks", "devices"),
+    [("replicated", 1, []), ("replicated", 2, []), ("sharded", 2, []), ("sharded", 2, ["--devices", "cpu:2"])],
+)
+def test_a_run_killed_anywhere_ends_with_the_same_bits(configure, tmp_path: Path, parallel, num_ranks, devices) -> None:
     def make(name: object) -> Command:
         config = configure(f"run-{name}", accumulation=4 // num_ranks, parallel=parallel, ema_decay=0.9)
         path = tmp_path / f"{name}.yaml"
         path.write_text(dump_config(config))
-        return Command(["train", str(path)], Path(config.run_dir), num_ranks)
+        return Command(["train", str(path), *devices], Path(config.run_dir), 1 if devices else num_ranks)
 
     seconds = run_whole(make("whole"))
     kills = kill_until_done(make, seconds, NUM_KILLS, seed=num_ranks)
