@@ -153,7 +153,7 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
 
     `reader`, if given, is one of this cache that stays open.
 
-    Raises CacheError, ConfigError, TargetError or RunError before anything is written.
+    Raises CacheError, ConfigError, TargetError or RunError before anything but the run's lock is written.
     """
     settings = config.train
     ranks = ranks or Ranks(resolve_device(settings.device))
