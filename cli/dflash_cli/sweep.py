@@ -59,8 +59,6 @@ class SweepConsole:
     def __init__(self, run: SweepRun) -> None:
         self._name = run.name
         self._log_every = run.config.train.log_every
-        self._seconds = 0.0
-        self._num_taken = 0
 
     def __call__(self, record: "Record") -> None:
         """Show a record if it is due."""
@@ -71,14 +69,12 @@ class SweepConsole:
                 soft_wrap=True,
             )
             return
-        self._num_taken += 1
-        self._seconds += record["seconds"] + record["wait"]
         step, num_steps = record["step"], record["num_steps"]
         if step % self._log_every and step != num_steps:
             return
-        rest = (num_steps - step) * self._seconds / self._num_taken
         console.print(
-            f"{self._name}  step {step}/{num_steps}  loss {record['loss']:.3f}  {show_seconds(rest)} of work left",
+            f"{self._name}  step {step}/{num_steps}  loss {record['loss']:.3f}  "
+            f"{show_seconds(record['seconds_left'])} left",
             soft_wrap=True,
         )
 

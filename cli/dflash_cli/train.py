@@ -3,16 +3,20 @@
 import json
 from contextlib import ExitStack
 from functools import partial
-from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
-from dflash_cli.console import console, show_seconds
+from dflash_cli.console import console
 from dflash_cli.options import ConfigFile, Overrides
+from dflash_cli.train_lines import StepTable, show_mix, show_percentages, show_status, show_step
 
 if TYPE_CHECKING:
     from dflash_cache.train.metrics import Record, Sink
@@ -80,7 +84,7 @@ def train_drafter(config: Config) -> "TrainConsole":
         run_dir = Path(config.run_dir)
         sinks: list[Sink] = []
         if ranks.is_first:
-            sinks = [shown, stack.enter_context(JsonLines(run_dir / "log.jsonl"))]
+            sinks = [stack.enter_context(shown), stack.enter_context(JsonLines(run_dir / "log.jsonl"))]
             if config.wandb.mode != "disabled":
                 sinks.append(stack.enter_context(Wandb(config)))
         shown.complete = train(config, sinks, ranks)
@@ -94,73 +98,61 @@ def train_drafter(config: Config) -> "TrainConsole":
 
 
 class TrainConsole:
-    """Two lines every few steps: loss, accuracy by slot, acceptance, rates, time left; and how the step was mixed."""
+    """A step every few steps: on a terminal a table's row, and below the table one live line of the last step.
 
-    def __init__(self, log_every: int) -> None:
+    In a file two plain lines: loss, accuracy by slot, acceptance, rates, time left; and how the step was mixed. All
+    figures are the records'; beside them it sums up what the whole command did.
+    """
+
+    def __init__(self, log_every: int, shown_on: Console = console) -> None:
         self._log_every = log_every
+        self._console = shown_on
+        self._live = Live(console=shown_on, transient=True) if shown_on.is_terminal else None
+        self._table: StepTable | None = None
         self.complete = False
         self.tokens = 0
         self.blocks = 0
         self.seconds = 0.0
         self.waited = 0.0
-        self._first_step: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
 
     def __call__(self, record: "Record") -> None:
         """Show a record if it is due."""
         if record["kind"] == "validation":
-            console.print(
+            self._console.print(
                 f"validation at step {record['step']}: loss {record['loss']:.3f}, accuracy "
-                f"{_percentages(record['position_accuracy'])}, acceptance ~{record['acceptance_estimate']:.3f}"
+                f"{show_percentages(record['position_accuracy'])}, acceptance ~{record['acceptance_estimate']:.3f}"
             )
             return
-        step, num_steps = record["step"], record["num_steps"]
-        if self._first_step is None:
-            self._first_step = step - 1
         self.tokens += record["tokens"]
         self.blocks += record["blocks"]
         self.seconds += record["seconds"] + record["wait"]
         self.waited += record["wait"]
         if record["skipped"]:
-            console.print(
-                f"step {step}: loss or gradient is not finite with samples {record['suspects']}; the step is skipped, "
-                f"{record['num_skipped']} so far."
+            self._console.print(
+                f"step {record['step']}: loss or gradient is not finite with samples {record['suspects']}; the step is "
+                f"skipped, {record['num_skipped']} so far."
             )
-        if step % self._log_every and step != num_steps:
+        if record["step"] % self._log_every == 0 or record["step"] == record["num_steps"]:
+            self._show_step(record)
+        if self._live is not None:
+            self._live.start()
+            self._live.update(Text(show_status(record), no_wrap=True, overflow="ellipsis"))
+
+    def _show_step(self, record: "Record") -> None:
+        if self._live is None:
+            self._console.print(show_step(record), soft_wrap=True)
+            self._console.print(f"  {show_mix(record['batch'])}", soft_wrap=True)
             return
-        left = (num_steps - step) * self.seconds / (step - self._first_step)
-        console.print(
-            f"step {step}/{num_steps}  loss {record['loss']:.3f}  accuracy {_percentages(record['position_accuracy'])}"
-            f"  acceptance ~{record['acceptance_estimate']:.2f}  lr {record['learning_rate']:.1e}"
-            f"  norm {record['gradient_norm']:.2f}  {self.tokens / self.seconds:,.0f} tokens/s"
-            f"  wait {100 * self.waited / self.seconds:.0f} %  {show_seconds(left)} left",
-            soft_wrap=True,
-        )
-        console.print(f"  {show_mix(record['batch'])}", soft_wrap=True)
-
-
-def show_mix(batch: "Record") -> str:
-    """How the step was mixed, on one line.
-
-    Micro-batches by bucket, of the step and of the epoch so far, and the step's distance from the whole epoch; longest
-    run of one bucket; padding efficiency; lengths; the sampler's buffer; loss and accuracy by bucket.
-    """
-    step, running, losses, accuracies = (
-        [batch[f"bucket_{bucket}_{name}"] for bucket in takewhile(lambda b: f"bucket_{b}_pct" in batch, count())]
-        for name in ("pct", "running_pct", "loss", "accuracy")
-    )
-    return (
-        f"mix {_join(step, '.0f')} % (so far {_join(running, '.0f')} %; KL {batch['kl']:.3f})"
-        f"  run {batch['longest_run']}  {100 * batch['padding_efficiency']:.0f} % real"
-        f"  length {batch['mean_length']:.0f}, {batch['max_length']} max"
-        f"  buffer {batch['buffer_fill']:.0f}, {batch['ready']} ready"
-        f"  by bucket: loss {_join(losses, '.2f')}, accuracy {_join(accuracies, '.0%')}"
-    )
-
-
-def _join(values: list[float | None], form: str) -> str:
-    """`1.50/–/2.25`, a dash where there is no value."""
-    return "/".join("–" if value is None else format(value, form) for value in values)
-
-
-def _percentages(shares: list[float]) -> str:
-    return "/".join(f"{100 * share:.0f}" for share in shares) + " %"
+        if self._table is None:
+            self._table = StepTable(record, self._console.width)
+            self._console.print(self._table.head, style="bold", no_wrap=True)
+        self._console.print(self._table.row(record), no_wrap=True)

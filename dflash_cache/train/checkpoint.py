@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dflash_cache.cache.files import write_atomically
+from dflash_cache.cache.files import explain_write_errors, write_atomically
 from dflash_cache.drafter.export import read_export
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import DrafterShape
@@ -80,6 +80,14 @@ def remove_old(run_dir: Path, keep: int, newest: Path) -> None:
             rmtree(aside)
         else:
             old.unlink()
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what killed processes left half written; nobody may be training the run. Raises WriteError."""
+    for folder in (run_dir, run_dir / "plans", checkpoints_dir(run_dir)):
+        for leftover in folder.glob(".*.partial"):
+            with explain_write_errors(leftover):
+                rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def load_checkpoint(path: Path, parameter_of: ParameterOf | None = None) -> Checkpoint:

@@ -25,6 +25,7 @@ from dflash_cache.train.forward import draft_loss
 from dflash_cache.train.metrics import Record, Sink, StepSums
 from dflash_cache.train.mix import NO_BUCKET, EpochMix, tabulate_step
 from dflash_cache.train.noise import add_noise, noise_level
+from dflash_cache.train.pace import Pace
 from dflash_cache.train.ranks import Ranks
 from dflash_cache.train.sampler import EpochOrder, buffer_fill
 from dflash_cache.train.schedules import learning_rate
@@ -68,10 +69,12 @@ def train(config: Config, sinks: Sequence[Sink], ranks: Ranks | None = None) -> 
 
 def advance(run: TrainingRun, sinks: Sequence[Sink], stop: StopRequest) -> Iterator[None]:
     """Take the run's steps, yielding after each one; ends, with a checkpoint, after the last or a stop request."""
+    pace = Pace(run.device)
     for part in steps(run):
-        record = take_step(run, part)
+        taken = take_step(run, part)
         run.step += 1
-        _show({"kind": "train", "step": run.step, "num_steps": run.num_steps} | record, sinks)
+        record: Record = {"kind": "train", "step": run.step, "num_steps": run.num_steps} | taken
+        _show(record | pace.add(record), sinks)
         if run.skipped_in_row >= run.config.train.max_skipped:
             raise _divergence(run, record["suspects"])
         done = run.step == run.num_steps
@@ -194,8 +197,6 @@ def take_step(run: TrainingRun, part: StepInput) -> Record:
             "samples": samples,
             "seconds": seconds,
             "wait": part.wait_seconds,
-            "tokens_per_second": tokens / seconds,
-            "blocks_per_second": figures["blocks"] / seconds,
             "batch": batch | sums.bucket_figures() | {"buffer_fill": part.buffer_fill, "ready": part.ready},
         }
     )

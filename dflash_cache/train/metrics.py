@@ -29,20 +29,21 @@ Sink = Callable[[Record], None]
 class StepSums:
     """Sums over the micro-batches of one step (or of one validation), by bucket, as one small tensor on the device.
 
-    by_bucket: (buckets, 3 + 3K) float64: loss, weight, blocks; then by slot: supervised, right, all right up to here.
+    by_bucket: (buckets, 3 + 4K) float64: loss, weight, blocks; then by slot: supervised, right, all right up to here,
+    cross-entropy.
     Ranks add theirs up and have the whole step's.
     """
 
     def __init__(self, block_size: int, num_buckets: int, device: torch.device) -> None:
         self._num_slots = block_size - 1
-        self.by_bucket = torch.zeros(num_buckets, 3 + 3 * self._num_slots, dtype=torch.float64, device=device)
+        self.by_bucket = torch.zeros(num_buckets, 3 + 4 * self._num_slots, dtype=torch.float64, device=device)
 
     def add(self, loss: BlockLoss, bucket: int) -> None:
         """Add one micro-batch."""
         sums = torch.stack([loss.loss_sum.detach(), loss.weight_sum, loss.weight_sum.new_tensor(len(loss.mask_NK))])
         streak_NK = loss.correct_NK.long().cumprod(1)
-        slots = [sums, loss.mask_NK.sum(0), loss.correct_NK.sum(0), streak_NK.sum(0)]
-        self.by_bucket[bucket] += torch.cat([part.double() for part in slots])
+        parts = [sums, loss.mask_NK.sum(0), loss.correct_NK.sum(0), streak_NK.sum(0), loss.ce_NK.sum(0)]
+        self.by_bucket[bucket] += torch.cat([part.double() for part in parts])
 
     @property
     def weight_sum(self) -> Tensor:
@@ -50,27 +51,34 @@ class StepSums:
         return self.by_bucket[:, 1].sum().float()
 
     def figures(self) -> Record:
-        """Loss (nats, weighted mean), accuracy by slot, expected acceptance length. Synchronises the device."""
+        """Loss (nats, weighted mean), expected acceptance length, and by slot. Synchronises the device.
+
+        By slot (`position_…`): accuracy, cross-entropy, and the share of blocks that are right up to here, whose sum is
+        the acceptance length but for the target's own token.
+        """
         total = self.by_bucket.cpu().sum(0)
         loss_sum, weight_sum, num_blocks = total[:3].tolist()
-        slots_K, correct_K, streak_K = total[3:].view(3, -1)
+        slots_K, correct_K, streak_K, ce_K = total[3:].view(4, -1)
         accuracy = (correct_K / slots_K.clamp(min=1)).tolist()
         return {
             "loss": loss_sum / max(weight_sum, 1e-30),
             "acceptance_estimate": 1 + float(streak_K.sum()) / max(1.0, num_blocks),
             "accuracy": sum(accuracy) / len(accuracy),
             "position_accuracy": accuracy,
+            "position_loss": (ce_K / slots_K.clamp(min=1)).tolist(),
+            "position_acceptance": (streak_K / max(1.0, num_blocks)).tolist(),
             "blocks": round(num_blocks),
         }
 
     def bucket_figures(self) -> Record:
-        """Loss and accuracy (of all supervised slots) of each bucket, None where nothing was supervised."""
+        """Loss, accuracy (of all slots) and acceptance length of each bucket, None where nothing was supervised."""
         figures: Record = {}
         for bucket, sums in enumerate(self.by_bucket.cpu()):
-            loss_sum, weight_sum = sums[:2].tolist()
-            slots, correct, _ = sums[3:].view(3, -1).sum(1).tolist()
+            loss_sum, weight_sum, num_blocks = sums[:3].tolist()
+            slots, correct, streak, _ = sums[3:].view(4, -1).sum(1).tolist()
             figures[f"bucket_{bucket}_loss"] = loss_sum / weight_sum if weight_sum else None
             figures[f"bucket_{bucket}_accuracy"] = correct / slots if slots else None
+            figures[f"bucket_{bucket}_acceptance"] = 1 + streak / num_blocks if slots else None
         return figures
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -23,6 +24,7 @@ from dflash_cache.train.signals import StopRequest
 
 _FAILED, _STOPPED = 2, 3
 _POLL_SECONDS = 0.5
+_GRACE_SECONDS = 30.0  # for a rank to see that another is gone, as torchrun grants it
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class TrainingProcess:
             self._stopping = True
             self._process.terminate()
 
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
     def end(self) -> Outcome:
         """Wait until it has ended."""
         self._process.join()
@@ -94,7 +100,8 @@ def threads_for(device: str, num_devices: int) -> int:
 def train_on_ranks(devices: Sequence[str], train: Callable[[str], bool]) -> Outcome:
     """`train(device)` on a rank a device, as torchrun would start them on one machine.
 
-    When a rank dies, the others end by themselves (see `ranks`); the error is that of the one that ended first.
+    When a rank dies, the others end by themselves (see `ranks`), or, if they have not met yet or their network does
+    not tell them, are ended; the error is that of the one that ended first.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -110,10 +117,18 @@ def train_on_ranks(devices: Sequence[str], train: Callable[[str], bool]) -> Outc
             for rank, device in enumerate(devices)
         ]
         outcomes: list[Outcome] = []
+        deadline = float("inf")
         while left:
             for process in wait_for_any(left, stop):
                 left.remove(process)
                 outcomes.append(process.end())
+            if deadline == float("inf") and any(outcome.status == "failed" for outcome in outcomes):
+                deadline = time.monotonic() + _GRACE_SECONDS
+                for process in left:
+                    process.stop()
+            if time.monotonic() > deadline:
+                for process in left:
+                    process.kill()
     by_status = {outcome.status: outcome for outcome in reversed(outcomes)}
     return by_status.get("failed") or by_status.get("stopped") or outcomes[0]
 

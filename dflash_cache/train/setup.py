@@ -5,7 +5,7 @@ whatever is wrong ends here in one sentence, not in a figure weeks later.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.cache.layout import Manifest
+from dflash_cache.cache.lock import lock_folder
 from dflash_cache.cache.reader import Batch, CacheReader
 from dflash_cache.cache.rejected import read_rejected
 from dflash_cache.config.loading import dump_config
@@ -46,6 +47,7 @@ from dflash_cache.train.checkpoint import (
     differences,
     latest_path,
     load_checkpoint,
+    remove_unfinished,
     restore_best,
 )
 from dflash_cache.train.earlier import fingerprint, keep_mask_token, load_earlier, start_from
@@ -55,6 +57,7 @@ from dflash_cache.train.sampler import EpochOrder, order_fingerprint
 from dflash_cache.train.sharding import shard
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PATIENCE_SECONDS = 20.0  # for another process that trains the run, before it is refused
 VALIDATION_EPOCH = 2**31  # anchors of held-out samples: the same at every validation, of no training epoch
 
 
@@ -150,7 +153,7 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
 
     `reader`, if given, is one of this cache that stays open.
 
-    Raises CacheError, ConfigError, TargetError or RunError before anything is written.
+    Raises CacheError, ConfigError, TargetError or RunError before anything but the run's lock is written.
     """
     settings = config.train
     ranks = ranks or Ranks(resolve_device(settings.device))
@@ -198,6 +201,10 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
         )
         run.epoch_steps = [count_steps(run, epoch) for epoch in range(settings.epochs)]
         run.identity = identify(run, init)
+        if ranks.is_first:
+            stack.enter_context(_lock_run(Path(config.run_dir)))
+            remove_unfinished(Path(config.run_dir))
+        ranks.any(False)  # nobody looks for the last checkpoint while others may still be writing one
         _resume(run)
         _check_ranks(run)
         if ranks.is_first:
@@ -321,6 +328,15 @@ def identify(run: TrainingRun, init: str) -> dict[str, Any]:
         **{f"objective.{key}": value for key, value in config.objective.model_dump(mode="json").items()},
         **{f"train.{key}": value for key, value in train.items() if key not in free},
     }
+
+
+def _lock_run(run_dir: Path) -> AbstractContextManager[int | None]:
+    """One process, or one group of ranks, trains a run at a time. Raises RunError.
+
+    What a killed parent leaves behind ends after the step under way, with a checkpoint: it is waited for.
+    """
+    held = f"The run in {run_dir} is being trained by another process"
+    return lock_folder(run_dir, "train.lock", held, RunError, PATIENCE_SECONDS)
 
 
 def _resume(run: TrainingRun) -> None:

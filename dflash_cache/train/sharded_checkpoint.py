@@ -1,7 +1,6 @@
 """Saving the checkpoint of sharded ranks: each writes its part aside, the first names the folder when all have."""
 
 from pathlib import Path
-from shutil import rmtree
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -9,7 +8,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dflash_cache.cache.files import explain_write_errors, flush_folder, make_folder
 from dflash_cache.errors import RunError
-from dflash_cache.train.checkpoint import Checkpoint, checkpoint_path, checkpoints_dir, remove_old
+from dflash_cache.train.checkpoint import Checkpoint, checkpoint_path, remove_old
 from dflash_cache.train.checkpoint_folder import flatten, write_about
 from dflash_cache.train.ranks import Ranks
 
@@ -23,10 +22,8 @@ def save_sharded(run_dir: Path, checkpoint: Checkpoint, keep: int, ranks: Ranks)
     aside = path.with_name(f".{path.name}.partial")
     if ranks.is_first:
         with explain_write_errors(path):
-            for leftover in checkpoints_dir(run_dir).glob(".step-*.partial"):
-                rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             make_folder(aside)
-    ranks.any(False)  # nobody writes before the folder is empty
+    ranks.any(False)  # nobody writes before there is the folder
     try:
         with ranks.explain_losses():
             save(flatten(vars(checkpoint)), storage_writer=FileSystemWriter(aside))

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,15 @@ from dflash_cache.train.ranks import join_ranks
 
 COMPLETE, STOPPED, REFUSED, KILLED = 0, 3, 2, -signal.SIGKILL
 NUM_WITHOUT_ANCHORS = 6  # samples of the cache that are cut off after the answer's first token
-TIMED = {"seconds", "wait", "tokens_per_second", "blocks_per_second"}  # what no two runs have alike
+TIMED = {"seconds", "wait", "wait_share", "seconds_left", "memory_bytes"} | {
+    f"{unit}_per_second" for unit in ("tokens", "samples", "blocks")
+}  # what no two runs have alike
 
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
-    ["dflash_cache.train.loop", "torch._dynamo", "transformers.activations", "transformers.utils.type_validators"]
-)
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload([
+    "dflash_cli.__main__", "dflash_cache.train.loop", "torch._dynamo", "pyarrow.dataset", "pandas",
+    "transformers.activations", "transformers.utils.type_validators", "transformers.models.llama",
+])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,30 +47,27 @@ class Fate:
             os.kill(os.getpid(), self.number)
 
 
+def free_port() -> int:
+    """One that nobody listened at just now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
 def run_ranks(configs: list[Config], fate: Fate = Fate()) -> list[tuple[int, str]]:
     """Train with one process a configuration; each one's exit code, and its error's text if it was refused."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     folder = Path(configs[0].run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     errors = [folder / f"error-{rank}.txt" for rank in range(len(configs))]
     places = [(rank, len(configs), port) for rank in range(len(configs))]
     arguments = zip(configs, places, errors, [fate] * len(configs), strict=True)
-    processes = [_server.Process(target=_train_rank, args=each) for each in arguments]
+    processes = [server.Process(target=_train_rank, args=each) for each in arguments]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
     texts = [path.read_text() if path.exists() else "" for path in errors]
     return [(process.exitcode, text) for process, text in zip(processes, texts, strict=True)]
-
-
-def forked(call: Callable[..., None], *arguments: object) -> int:
-    """The exit code of a process of its own that makes this call."""
-    process = _server.Process(target=call, args=arguments)
-    process.start()
-    process.join(120)
-    return process.exitcode
 
 
 def final_state(config: Config) -> tuple[int, dict[str, torch.Tensor]]:

@@ -42,6 +42,9 @@ def test_the_figures_of_a_step_are_those_counted_by_hand() -> None:
     assert found["loss"] == pytest.approx(9.0 / 6.0)
     # four blocks: streaks of 2, 1, 2 and 0 right drafts
     assert found["acceptance_estimate"] == pytest.approx(1 + 5 / 4)
+    assert found["position_acceptance"] == pytest.approx([3 / 4, 2 / 4, 0 / 4])
+    # `outcome`'s cross-entropies are 1 where supervised
+    assert found["position_loss"] == pytest.approx([1.0, 1.0, 1.0])
     # right of supervised: 3 of 4 in the first slot, 2 of 3 in the second, 1 of 2 in the third
     assert found["position_accuracy"] == pytest.approx([3 / 4, 2 / 3, 1 / 2])
     assert found["accuracy"] == pytest.approx((3 / 4 + 2 / 3 + 1 / 2) / 3)
@@ -104,19 +107,24 @@ def test_a_step_without_supervision_has_finite_figures() -> None:
         "acceptance_estimate": 1.0,
         "accuracy": 0.0,
         "position_accuracy": [0.0, 0.0, 0.0],
+        "position_loss": [0.0, 0.0, 0.0],
+        "position_acceptance": [0.0, 0.0, 0.0],
         "blocks": 0,
     }
 
 
-def test_each_bucket_has_its_own_loss_and_accuracy_and_none_without_supervision() -> None:
+def test_each_bucket_has_its_own_loss_accuracy_and_acceptance_and_none_without_supervision() -> None:
     found = gather_sums(FIRST, SECOND, FIRST, num_buckets=3).bucket_figures()
     assert found == {
         "bucket_0_loss": 6.0 / 4.0,
         "bucket_0_accuracy": 4 / 6,
+        "bucket_0_acceptance": 1 + 3 / 2,
         "bucket_1_loss": 3.0 / 2.0,
         "bucket_1_accuracy": 2 / 3,
+        "bucket_1_acceptance": 1 + 2 / 2,
         "bucket_2_loss": 6.0 / 4.0,
         "bucket_2_accuracy": 4 / 6,
+        "bucket_2_acceptance": 1 + 3 / 2,
     }
     assert gather_sums(FIRST).bucket_figures()["bucket_1_loss"] is None
     assert gather_sums(FIRST).bucket_figures()["bucket_1_accuracy"] is None
