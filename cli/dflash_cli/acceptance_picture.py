@@ -40,11 +40,12 @@ def draw_acceptance(path: Path, result: "Evaluation") -> None:
         xticks=[*overall.histogram],
     )
     slots = range(1, result.block_size)
-    for category, figures in result.categories.items():
+    for place, (category, figures) in enumerate(result.categories.items()):
         shares = [100 * share for share in figures.position_acceptance]
         # Escaped, for a dollar sign would begin a formula.
         label = f"{category} ({figures.acceptance_length:.2f})".replace("$", r"\$")
-        accepted.plot(slots, shares, marker="o", markersize=3, label=label)
+        style = ("-", "--", ":")[place // 10 % 3]  # colours come again after ten
+        accepted.plot(slots, shares, style, marker="o", markersize=3, label=label)
     accepted.set(
         title="drafts accepted, with all before them",
         xlabel="slot of the block",

@@ -144,19 +144,16 @@ def show(result: "Evaluation") -> None:
             soft_wrap=True,
         )
     passes = max(1, sum(overall.histogram.values()))
-    reached = [
-        "",
-        *(f"slot {k} accepted: {100 * share:.1f} %" for k, share in enumerate(overall.position_acceptance, 1)),
-    ]
+    console.print("a pass yields" + " " * 44 + "slot accepted")
+    reached = ["", *(f"{k:>4} {100 * share:5.1f} %" for k, share in enumerate(overall.position_acceptance, 1))]
     for (length, count), note in zip(overall.histogram.items(), reached, strict=True):
-        bar = "█" * round(40 * count / passes)
-        share = f"{100 * count / passes:.1f} %"
-        console.print(f"{length:>4} tokens  {share:>7}  {bar:<40}  {note}".rstrip())
+        bar = "█" * round(32 * count / passes)
+        console.print(f"{length:>4} tokens {100 * count / passes:5.1f} %  {bar:<32}  {note}".rstrip())
 
 
 def _tabulate(result: "Evaluation") -> Table:
     table = Table(box=None, title=f"blocks of {result.block_size}, {result.batch_size} at once", title_justify="left")
-    table.add_column("category")
+    table.add_column("category", overflow="fold")
     for title in ("prompts", "acceptance", "tokens/s", "without", "speed-up", "output"):
         table.add_column(title, justify="right")
     named = [*result.categories.items(), ("all", result.overall)]

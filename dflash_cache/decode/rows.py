@@ -71,6 +71,7 @@ class OneRow:
         self._target, self._prompt, self._num_new = target, prompt, 0
         self._cache = DynamicCache(config=target.model.config)
         self._takes_back = takes_back
+        self._cache_name = cache_argument(target.model)  # asked once: to inspect a signature takes a while
         if takes_back:
             self._cache.activate_past_recording()  # type: ignore[no-untyped-call]  # sliding windows and linear attention
 
@@ -93,8 +94,8 @@ class OneRow:
     def _forward(self, ids: list[int], num_logits: int) -> Tensor:
         self._num_new = len(ids)
         ids_1T = torch.tensor([ids], device=self._target.device)
-        model = self._target.model
-        output = model(ids_1T, use_cache=True, logits_to_keep=num_logits, **{cache_argument(model): self._cache})
+        cache = {self._cache_name: self._cache}
+        output = self._target.model(ids_1T, use_cache=True, logits_to_keep=num_logits, **cache)
         logits_1TV: Tensor = output.logits
         return logits_1TV
 
@@ -107,6 +108,7 @@ class PaddedRows:
         self.padding = [longest - len(prompt) for prompt in prompts]
         self._target, self._prompts = target, prompts
         self._cache = make_cache(target.model.config)
+        self._cache_name = cache_argument(target.model)
         self._lengths = torch.zeros(len(prompts), 1, dtype=torch.long, device=target.device)
         self._mask_ST = torch.zeros(len(prompts), 0, dtype=torch.long, device=target.device)
         self._num_new = 0
@@ -146,14 +148,13 @@ class PaddedRows:
 
     def _forward(self, ids: list[list[int]], positions_ST: Tensor, num_logits: int) -> Tensor:
         self._num_new = len(ids[0])
-        model = self._target.model
-        output = model(
+        output = self._target.model(
             input_ids=torch.tensor(ids, device=self._target.device),
             attention_mask=self._mask_ST,
             position_ids=positions_ST,
             use_cache=True,
             logits_to_keep=num_logits,
-            **{cache_argument(model): self._cache},
+            **{self._cache_name: self._cache},
         )
         logits_STV: Tensor = output.logits
         return logits_STV
