@@ -152,7 +152,7 @@ def report_demo(config: Config, stages: Figures) -> None:
     report = {
         "acceptance_length": trained["acceptance_length"],
         "acceptance_length_untrained": untrained["acceptance_length"],
-        "lossless": trained["lossless"] and untrained["lossless"],
+        "lossless": trained["lossless"] and untrained["lossless"],  # null where tokens were drawn
         "seconds": {name: figures["seconds"] for name, figures in stages.items()},
         "cache_bytes": stages["inspect"]["bytes"],
         "data_wait_share": stages["train"]["wait_share"],
@@ -169,6 +169,8 @@ def report_demo(config: Config, stages: Figures) -> None:
     path = Path(config.run_dir) / "report.json"
     write_atomically(path, json.dumps(report, indent=2).encode())
     rates = report["tokens_per_second"]
+    own = "the target’s own, token for token"
+    output = {True: own, False: f"NOT {own}", None: "drawn from the target’s distribution"}[report["lossless"]]
     total = sum(report["seconds"].values())
     console.print(
         f"\nReport ({path})\n"
@@ -180,6 +182,6 @@ def report_demo(config: Config, stages: Figures) -> None:
         f"decoding             {rates['decode']:.1f} tokens/s with the drafter, {rates['decode_plain']:.1f} without\n"
         f"acceptance length    {report['acceptance_length']:.3f} "
         f"(untrained: {report['acceptance_length_untrained']:.3f})\n"
-        f"output               {'' if report['lossless'] else 'NOT '}the target’s own, token for token\n"
+        f"output               {output}\n"
         f"time                 {show_seconds(total)}"
     )

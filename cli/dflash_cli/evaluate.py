@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
@@ -12,7 +14,7 @@ from dflash_cli.console import WorkProgress, console
 from dflash_cli.options import AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:
-    from dflash_cache.decode.evaluate import Evaluation
+    from dflash_cache.decode.evaluate import Evaluation, Figures
     from dflash_cache.decode.speculate import Decoded
     from dflash_cache.drafter.model import Drafter
 
@@ -27,11 +29,35 @@ def register(app: typer.Typer) -> None:
         checkpoint: Annotated[
             Path | None, typer.Option(help="A checkpoint, or an exported drafter; without it the run's best.")
         ] = None,
+        block_size: Annotated[
+            int | None, typer.Option(help="Draft blocks of fewer slots than trained; short for eval.block_size.")
+        ] = None,
+        temperature: Annotated[
+            float | None, typer.Option(help="Draw tokens; 0 is greedy; short for eval.temperature.")
+        ] = None,
+        batch_size: Annotated[
+            int | None, typer.Option(help="Prompts decoded at once; short for eval.batch_size.")
+        ] = None,
+        plot: Annotated[
+            Path | None,
+            typer.Option(metavar="FILE", help="Draw the acceptance histogram into a .png or .svg file (matplotlib)."),
+        ] = None,
         as_json: AsJson = False,
     ) -> None:
         """Decode prompts with target and drafter: acceptance length, speed, and whether the output is the target's."""
-        settings = load_config(config, overrides or [])
-        result = Bench(settings, quiet=as_json).measure(open_drafter(settings, checkpoint), "with the drafter")
+        from dflash_cache.decode.evaluate import resolve_block_size
+        from dflash_cli.acceptance_picture import check_plot, draw_acceptance
+
+        given = {"block_size": block_size, "temperature": temperature, "batch_size": batch_size}
+        named = [f"eval.{name}={value}" for name, value in given.items() if value is not None]
+        settings = load_config(config, [*(overrides or []), *named])
+        if plot is not None:
+            check_plot(plot)
+        drafter = open_drafter(settings, checkpoint)
+        resolve_block_size(drafter, settings.eval)  # refused before the target has answered everything
+        result = Bench(settings, quiet=as_json).measure(drafter, "With the drafter")
+        if plot is not None:
+            draw_acceptance(plot, result)
         if as_json:
             typer.echo(json.dumps(result.to_dict()))
         else:
@@ -47,30 +73,32 @@ def open_drafter(config: Config, checkpoint: Path | None) -> "Drafter":
 
 
 class Bench:
-    """The target, the prompts, and its own answers to them, made once for any number of drafters."""
+    """The target, the questions, and its own answers to them, made once for any number of drafters."""
 
     def __init__(self, config: Config, quiet: bool = False) -> None:
-        from dflash_cache.decode.evaluate import Limits, answer_plainly
-        from dflash_cache.decode.prompts import load_prompts
-        from dflash_cache.target.load import load_target, stop_tokens
+        from dflash_cache.decode.evaluate import answer_plainly
+        from dflash_cache.decode.prompts import load_questions
+        from dflash_cache.decode.rows import check_batches
+        from dflash_cache.target.load import load_target
 
-        settings = config.eval
+        self._settings = settings = config.eval
         self._quiet = quiet
         own = {"dtype": settings.dtype, "device": settings.device, "store_last_hidden": False}  # no drafter reads it
         self.target = load_target(config.target.model_copy(update=own))
-        self.prompts = load_prompts(self.target.tokenizer, settings)
-        self.limits = Limits(settings.max_new_tokens, stop_tokens(self.target))
-        with self._progress("The target alone", len(self.prompts)) as tell:
-            self.plain = answer_plainly(self.target, self.prompts, self.limits, tell)
+        if settings.batch_size > 1:
+            check_batches(self.target)
+        self.questions = load_questions(self.target.tokenizer, settings)
+        with self._progress("The target alone", len(self.questions)) as tell:
+            self.plain = answer_plainly(self.target, self.questions, settings, tell)
 
     def measure(self, drafter: "Drafter", title: str, max_prompts: int | None = None) -> "Evaluation":
         """Decode with this drafter."""
         from dflash_cache.decode.evaluate import evaluate
 
-        prompts, plain = self.prompts[:max_prompts], self.plain[:max_prompts]
+        questions, plain = self.questions[:max_prompts], self.plain[:max_prompts]
         drafter = drafter.to(self.target.device, self.target.dtype)
-        with self._progress(title, len(prompts)) as tell:
-            return evaluate(self.target, drafter, prompts, plain, self.limits, tell)
+        with self._progress(title, len(questions)) as tell:
+            return evaluate(self.target, drafter, questions, plain, self._settings, tell)
 
     def _progress(self, title: str, total: int) -> "DecodeProgress":
         return DecodeProgress(title, total, self._quiet)
@@ -100,16 +128,51 @@ class DecodeProgress:
 
 
 def show(result: "Evaluation") -> None:
-    """Figures, and the histogram as bars."""
-    console.print(
-        f"acceptance length {result.acceptance_length:.3f} over {result.num_prompts} prompts; "
-        f"{result.tokens_per_second:.1f} tokens/s with the drafter, {result.tokens_per_second_plain:.1f} without"
-    )
-    verdict = "the target's own, token for token" if result.lossless else "NOT the target's own"
-    console.print(
-        f"output: {verdict} ({result.same} same, {result.ties} ties in rounding, {result.different} different)"
-    )
-    passes = max(1, sum(result.histogram.values()))
-    for length, count in result.histogram.items():
-        bar = "█" * round(40 * count / passes)
-        console.print(f"{length:>4} tokens  {bar} {100 * count / passes:.1f} %")
+    """The table of categories, the verdict, and the histogram as bars."""
+    overall = result.overall
+    console.print(_tabulate(result), soft_wrap=True)
+    if overall.lossless is None:
+        console.print(
+            f"output: drawn at temperature {result.temperature:g}; drafts are verified by a rule that keeps the "
+            "target's distribution, and tokens cannot be compared",
+            soft_wrap=True,
+        )
+    else:
+        verdict = "the target's own, token for token" if overall.lossless else "NOT the target's own"
+        console.print(
+            f"output: {verdict} ({overall.same} same, {overall.ties} ties in rounding, {overall.different} different)",
+            soft_wrap=True,
+        )
+    passes = max(1, sum(overall.histogram.values()))
+    console.print("a pass yields" + " " * 44 + "slot accepted")
+    reached = ["", *(f"{k:>4} {100 * share:5.1f} %" for k, share in enumerate(overall.position_acceptance, 1))]
+    for (length, count), note in zip(overall.histogram.items(), reached, strict=True):
+        bar = "█" * round(32 * count / passes)
+        console.print(f"{length:>4} tokens {100 * count / passes:5.1f} %  {bar:<32}  {note}".rstrip())
+
+
+def _tabulate(result: "Evaluation") -> Table:
+    table = Table(box=None, title=f"blocks of {result.block_size}, {result.batch_size} at once", title_justify="left")
+    table.add_column("category", overflow="fold")
+    for title in ("prompts", "acceptance", "tokens/s", "without", "speed-up", "output"):
+        table.add_column(title, justify="right")
+    named = [*result.categories.items(), ("all", result.overall)]
+    for name, figures in named if len(result.categories) > 1 else named[:1]:
+        table.add_row(
+            Text(name),  # data's words, not markup
+            f"{figures.num_prompts:,}",
+            f"{figures.acceptance_length:.3f}",
+            f"{figures.tokens_per_second:.1f}",
+            f"{figures.tokens_per_second_plain:.1f}",
+            f"{figures.speed_up:.2f}×",
+            _judge(figures),
+        )
+    return table
+
+
+def _judge(figures: "Figures") -> str:
+    if figures.lossless is None:
+        return "drawn"
+    if figures.different:
+        return f"{figures.different} differ"
+    return f"same, {figures.ties} ties" if figures.ties else "same"

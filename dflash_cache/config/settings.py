@@ -348,9 +348,23 @@ class WandbSettings(Settings):
 class EvalSettings(Settings):
     """Speculative decoding with the target, to measure the drafter."""
 
-    prompts: tuple[str, ...] = Field((), description="JSONL files of prompts that training never saw")
-    max_prompts: PositiveInt | None = None
+    prompts: tuple[str, ...] = Field(
+        (),
+        description="JSONL files (or JSON, parquet, folders, globs) of prompts that training never saw; a prompt's "
+        "category is its record's `category`, else the name of its file",
+    )
+    max_prompts: PositiveInt | None = Field(None, description="of each category at most, the first ones; null: all")
     max_new_tokens: PositiveInt = 128
+    block_size: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="slots of a block, the anchor's included, at most as many as trained; null: as trained"
+    )
+    temperature: NonNegativeFloat = Field(
+        0.0, description="0 is greedy; above, target and drafter are drawn from, and the target's distribution is kept"
+    )
+    seed: NonNegativeInt = Field(0, description="of the draws; each prompt has its own from it")
+    batch_size: PositiveInt = Field(
+        1, description="prompts of a category decoded at once, with and without the drafter"
+    )
     dtype: Dtype = Field("float32", description="float32: greedy output must equal the target's own, token for token")
     device: str = "auto"
 

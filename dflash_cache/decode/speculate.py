@@ -1,31 +1,33 @@
-"""Speculative decoding, one prompt at a time: the drafter proposes a block, the target verifies it in one pass.
+"""Speculative decoding: the drafter proposes a block, the target verifies it in one pass, for one prompt or several.
 
-The target's choice at the first mismatch is committed too, so every pass yields at least one token, and the output is
-what the target alone would have written (FIELD.md, "Inference"). The drafter reads the target's states of all
-committed positions through its own keys and values, computed once a position.
+The target's own token behind the accepted drafts is committed too, so every pass yields at least one token, and the
+output is what the target alone would have written, or would have been as likely to write (FIELD.md, "Inference";
+`choice`). Decoding plainly is the same with blocks of the anchor alone.
 
 Acceptance length: tokens that one target pass yields, the target's own counted; the prefill's token is not.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from dflash_cache.decode.choice import Choice, Verified
+from dflash_cache.decode.context import DraftContext, States
+from dflash_cache.decode.rows import open_rows
 from dflash_cache.drafter.model import Drafter
-from dflash_cache.target.load import Target, cache_argument
+from dflash_cache.target.load import Target
 
 
 @dataclass(frozen=True)
 class Decoded:
     """tokens: the answer's ids, up to a stop token or the limit; accepted: tokens yielded by each target pass.
 
-    margins: at every token, how far the chosen logit lies above the second best; seconds: of the whole decoding.
+    margins: at every token, how far the chosen logit lies above the second best, or none where tokens are drawn;
+    seconds: of the whole decoding, of several prompts the prompt's share.
     """
 
     tokens: list[int]
@@ -34,155 +36,173 @@ class Decoded:
     seconds: float
 
 
-class States:
-    """The chosen layers' outputs of the last forward pass, caught by hooks."""
+@dataclass(frozen=True)
+class Limits:
+    """How far each answer goes: at most max_new_tokens, or to one of stop_ids."""
 
-    def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
-        self._by_layer: dict[int, Tensor] = {}
-        self._target, self._layer_ids = target, layer_ids
-
-    @contextmanager
-    def listening(self) -> Iterator["States"]:
-        """Catch states while the block runs."""
-        handles = [self._target.layers[k].register_forward_hook(self._hook(k)) for k in self._layer_ids]
-        try:
-            yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def take(self) -> Tensor:
-        """States (1, T, L, H) of the last pass's positions."""
-        return torch.stack([self._by_layer[k] for k in self._layer_ids], dim=2)
-
-    def _hook(self, layer: int) -> Any:
-        def remember(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._by_layer[layer] = output[0] if isinstance(output, tuple) else output
-
-        return remember
+    max_new_tokens: int
+    stop_ids: frozenset[int]
 
 
-class DraftContext:
-    """The drafter's keys and values of all committed positions, in buffers that grow by doubling."""
+class Plain:
+    """No drafter: every block is its anchor alone."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self._buffers: list[tuple[Tensor, Tensor]] = []
-        self.length = 0
+    takes_back = False
 
-    def extend(self, states_1TLH: Tensor) -> None:
-        """Append T positions."""
-        new = self._drafter.read_context(states_1TLH, self.length)
-        end = self.length + states_1TLH.shape[1]
-        if not self._buffers or end > self._buffers[0][0].shape[1]:
-            self._grow(new, max(2 * end, 256))
-        for (keys, values), (new_keys, new_values) in zip(self._buffers, new, strict=True):
-            keys[:, self.length : end] = new_keys
-            values[:, self.length : end] = new_values
-        self.length = end
+    def listening(self) -> AbstractContextManager[object]:
+        """Nothing is caught."""
+        return nullcontext()
 
-    def view(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (1, length, K, D) of each layer."""
-        return [(keys[:, : self.length], values[:, : self.length]) for keys, values in self._buffers]
+    def read(self, counts: Sequence[int], padding: Sequence[int] | None = None) -> None:
+        """Nothing is read."""
 
-    def _grow(self, like: list[tuple[Tensor, Tensor]], room: int) -> None:
-        grown = []
-        for layer, pair in enumerate(like):
-            parts = []
-            for part, tensor in enumerate(pair):
-                buffer = tensor.new_zeros(1, room, *tensor.shape[2:])
-                if self._buffers:
-                    buffer[:, : self.length] = self._buffers[layer][part][:, : self.length]
-                parts.append(buffer)
-            grown.append((parts[0], parts[1]))
-        self._buffers = grown
+    def select(self, rows: Sequence[int]) -> None:
+        """Nothing is held of the rows."""
+
+    def propose(self, choice: Choice, anchors: list[int], rooms: list[int], prompts: list[int]) -> list[list[int]]:
+        """Nothing."""
+        return [[] for _ in anchors]
 
 
-@torch.inference_mode()
-def decode_plainly(target: Target, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int]) -> Decoded:
-    """The target's own greedy answer, a token a pass."""
-    started = time.perf_counter()
-    cache = DynamicCache(config=target.model.config)
-    tokens: list[int] = []
-    margins: list[float] = []
-    ids = torch.tensor([prompt_ids], device=target.device)
-    while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop_ids):
-        logits = run(target, ids, cache, 1)
-        choices, gaps = choose(logits)
-        tokens += choices
-        margins += gaps
-        ids = torch.tensor([choices], device=target.device)
-    return Decoded(tokens, [1] * (len(tokens) - 1), margins, time.perf_counter() - started)
+class Drafting:
+    """A drafter at work on some rows: it reads what they commit, and drafts blocks of `block_size` slots."""
+
+    takes_back = True
+
+    def __init__(self, target: Target, drafter: Drafter, num_rows: int, block_size: int) -> None:
+        self._target, self._drafter, self._block_size = target, drafter, block_size
+        self._context = DraftContext(drafter, num_rows)
+        self._states = States(target, drafter.shape.target_layer_ids)
+
+    def listening(self) -> AbstractContextManager[object]:
+        """Catch the target's states while the block runs."""
+        return self._states.listening()
+
+    def read(self, counts: Sequence[int], padding: Sequence[int] | None = None) -> None:
+        """Take the states of the target's last pass, `counts` of each row, and skip its `padding`."""
+        states_STLH = self._states.take()
+        self._context.extend(states_STLH if padding else states_STLH[:, : max(counts)], counts, padding)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone."""
+        self._context.select(rows)
+
+    def propose(self, choice: Choice, anchors: list[int], rooms: list[int], prompts: list[int]) -> list[list[int]]:
+        """Each row's drafts behind its anchor's token.
+
+        A block has all its slots but near the end of an answer, where what cannot be used (`rooms` tokens may still
+        come, the target's own included) is not drafted, as z-lab does.
+        """
+        slots = [min(self._block_size, room + 1) for room in rooms]
+        if max(slots) == 1:
+            return [[] for _ in anchors]
+        return choice.propose(self.draft(anchors, slots), [count - 1 for count in slots], prompts)
+
+    def draft(self, anchor_tokens: list[int], slots: Sequence[int]) -> Tensor:
+        """The head's logits (S, K, V) for each row's slots after its anchor, whose position is the context's length.
+
+        `slots` counts each row's, the anchor's included. Slots of a block see each other, so rows with fewer are
+        drafted by themselves; what is past a row's slots is zero.
+        """
+        kinds = sorted(set(slots))
+        if len(kinds) == 1:
+            return self._draft_alike(anchor_tokens, kinds[0])
+        logits_SKV: Tensor | None = None
+        for num_slots in reversed(kinds[1:] if kinds[0] == 1 else kinds):
+            rows = [row for row, count in enumerate(slots) if count == num_slots]
+            logits = self._draft_alike([anchor_tokens[row] for row in rows], num_slots, rows)
+            if logits_SKV is None:
+                logits_SKV = logits.new_zeros(len(slots), kinds[-1] - 1, logits.shape[-1])
+            logits_SKV[rows, : num_slots - 1] = logits
+        assert logits_SKV is not None
+        return logits_SKV
+
+    def _draft_alike(self, anchor_tokens: list[int], num_slots: int, rows: Sequence[int] | None = None) -> Tensor:
+        device, lengths = self._target.device, self._context.lengths
+        slots = torch.full((len(anchor_tokens), 1, num_slots), self._drafter.shape.mask_token_id, device=device)
+        slots[..., 0] = torch.tensor(anchor_tokens, device=device)[:, None]
+        embedded_SABH = self._target.model.get_input_embeddings()(slots)
+        anchors_SA = torch.tensor([lengths if rows is None else [lengths[row] for row in rows]], device=device).T
+        states_SABH = self._drafter(embedded_SABH, self._context.view(rows), anchors_SA)
+        logits: Tensor = self._target.model.get_output_embeddings()(states_SABH[:, 0, 1:])  # type: ignore[no-untyped-call]
+        return logits
 
 
-@torch.inference_mode()
+def decode_plainly(target: Target, prompts: list[list[int]], limits: Limits, choice: Choice) -> list[Decoded]:
+    """The target's own answers, a token a pass. Several prompts: ConfigError if the target is not fit for batches."""
+    return _decode(target, prompts, limits, choice, Plain())
+
+
 def decode_speculatively(
-    target: Target, drafter: Drafter, prompt_ids: list[int], max_new_tokens: int, stop_ids: frozenset[int]
-) -> Decoded:
-    """The same answer with the drafter's help; `drafter` is on the target's device, in its dtype."""
-    started = time.perf_counter()
-    cache = DynamicCache(config=target.model.config)
-    cache.activate_past_recording()  # type: ignore[no-untyped-call]  # sliding windows and linear attention can take back what was not accepted
-    context = DraftContext(drafter)
-    accepted: list[int] = []
-    with States(target, drafter.shape.target_layer_ids).listening() as states:
-        ids = torch.tensor([prompt_ids], device=target.device)
-        logits = run(target, ids, cache, 1)
-        context.extend(states.take())
-        tokens, margins = choose(logits)
-        while len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
-            num_slots = min(drafter.shape.block_size, max_new_tokens - len(tokens) + 1)
-            drafts = draft_block(target, drafter, context, tokens[-1], num_slots)
-            ids = torch.tensor([[tokens[-1], *drafts]], device=target.device)
-            logits = run(target, ids, cache)
-            choices, gaps = choose(logits)
-            num_right = count_agreeing(drafts, choices)
-            cache.crop(num_right - len(drafts))
-            context.extend(states.take()[:, : num_right + 1])
-            ends = (i for i, token in enumerate(choices[: num_right + 1]) if token in stop_ids)
-            kept = min(1 + next(ends, num_right), max_new_tokens - len(tokens))
-            tokens += choices[:kept]
-            margins += gaps[:kept]
-            accepted.append(kept)
-    return Decoded(tokens, accepted, margins, time.perf_counter() - started)
+    target: Target, prompts: list[list[int]], limits: Limits, choice: Choice, drafter: Drafter, block_size: int = 0
+) -> list[Decoded]:
+    """The answers with the drafter's help, which is on the target's device, in its dtype.
 
-
-def run(target: Target, ids_1T: Tensor, cache: DynamicCache, keep: int = 0) -> Tensor:
-    """Logits (T, V) of the new positions, or of the last `keep` ones; their keys and values go into the cache."""
-    output = target.model(ids_1T, use_cache=True, logits_to_keep=keep, **{cache_argument(target.model): cache})
-    logits_TV: Tensor = output.logits[0]
-    return logits_TV
-
-
-def draft_block(
-    target: Target, drafter: Drafter, context: DraftContext, anchor_token: int, num_slots: int
-) -> list[int]:
-    """Greedy drafts of the slots after the anchor, whose position is the context's length.
-
-    A block has all its slots but near the end of an answer, where what cannot be used is not drafted (as z-lab does).
+    Blocks have `block_size` slots, or as many as the drafter was trained on.
     """
-    slots = torch.full((1, 1, num_slots), drafter.shape.mask_token_id, device=target.device)
-    slots[..., 0] = anchor_token
-    embedded_SABH = target.model.get_input_embeddings()(slots)
-    anchors_SA = torch.tensor([[context.length]], device=target.device)
-    states_SABH = drafter(embedded_SABH, context.view(), anchors_SA)
-    logits = target.model.get_output_embeddings()(  # type: ignore[no-untyped-call]
-        states_SABH[0, 0, 1:]
-    )
-    drafts: list[int] = logits.argmax(-1).tolist()
-    return drafts
+    drafting = Drafting(target, drafter, len(prompts), block_size or drafter.shape.block_size)
+    return _decode(target, prompts, limits, choice, drafting)
 
 
-def choose(logits_TV: Tensor) -> tuple[list[int], list[float]]:
-    """Greedy tokens of T positions, and each one's lead over the second best. Synchronises the device."""
-    best = logits_TV.float().topk(2, dim=-1)
-    leads = best.values[:, 0] - best.values[:, 1]
-    return best.indices[:, 0].tolist(), leads.tolist()
+@torch.inference_mode()
+def _decode(
+    target: Target, prompts: list[list[int]], limits: Limits, choice: Choice, drafting: Plain | Drafting
+) -> list[Decoded]:
+    started = time.perf_counter()
+    answers = [_Answer(limits) for _ in prompts]
+    rows = open_rows(target, prompts, drafting.takes_back)
+    going = [*range(len(prompts))]  # each row's prompt
+    with drafting.listening():
+        logits_STV = rows.read_prompts()
+        drafting.read([*map(len, prompts)], rows.padding)
+        for answer, first in zip(answers, choice.verify([[] for _ in going], logits_STV, going), strict=True):
+            answer.begin(first)
+        while left := [row for row, prompt in enumerate(going) if not answers[prompt].is_whole]:
+            if len(left) < len(going):
+                rows.select(left)
+                drafting.select(left)
+                going = [going[row] for row in left]
+            anchors = [answers[prompt].tokens[-1] for prompt in going]
+            drafts = drafting.propose(choice, anchors, [answers[prompt].room for prompt in going], going)
+            logits_STV = rows.read_blocks([[anchor, *draft] for anchor, draft in zip(anchors, drafts, strict=True)])
+            found = choice.verify(drafts, logits_STV, going)
+            counts = [len(verified.tokens) for verified in found]
+            rows.keep(counts)
+            drafting.read(counts)
+            for prompt, verified in zip(going, found, strict=True):
+                answers[prompt].take(verified)
+    seconds = (time.perf_counter() - started) / len(prompts)
+    return [Decoded(answer.tokens, answer.accepted, answer.margins, seconds) for answer in answers]
 
 
-def count_agreeing(drafts: list[int], choices: list[int]) -> int:
-    """Length of the longest prefix of `drafts` that the target chooses too."""
-    count = 0
-    while count < len(drafts) and drafts[count] == choices[count]:
-        count += 1
-    return count
+class _Answer:
+    """An answer as it grows, never past a stop token or the limit."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.tokens: list[int] = []
+        self.accepted: list[int] = []
+        self.margins: list[float] = []
+        self._limits = limits
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self._limits.max_new_tokens - len(self.tokens)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has ended."""
+        return not self.room or self.tokens[-1] in self._limits.stop_ids
+
+    def begin(self, verified: Verified) -> None:
+        """The prefill's token, which no block yielded."""
+        self.tokens += verified.tokens
+        self.margins += verified.margins
+
+    def take(self, verified: Verified) -> None:
+        """What a pass yielded, up to a stop token or the limit."""
+        ends = (place for place, token in enumerate(verified.tokens, 1) if token in self._limits.stop_ids)
+        kept = min(next(ends, len(verified.tokens)), self.room)
+        self.tokens += verified.tokens[:kept]
+        self.margins += verified.margins[:kept]
+        self.accepted.append(kept)

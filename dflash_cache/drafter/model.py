@@ -117,13 +117,14 @@ class Drafter(nn.Module):
             else:
                 nn.init.ones_(parameter)
 
-    def read_context(self, states_STLH: Tensor, first_position: int = 0) -> list[KeysValues]:
+    def read_context(self, states_STLH: Tensor, first_position: int | Tensor = 0) -> list[KeysValues]:
         """Keys and values (S, T, K, D) of the context in every layer.
 
-        `states_STLH` are the captured states of T consecutive positions, the first at `first_position`.
+        `states_STLH` are the captured states of T consecutive positions, the first at `first_position`, which may
+        be each sample's own (S, 1).
         """
         context = self.hidden_norm(self.fc(states_STLH.flatten(-2)))
-        positions = torch.arange(first_position, first_position + context.shape[1], device=context.device)
+        positions = first_position + torch.arange(context.shape[1], device=context.device)
         table = rotary_table(positions, self.shape.head_dim, self.shape.rope_theta)
         return [layer.self_attn.keys_values(context, table) for layer in self.layers]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dflash_cache.config.settings import DrafterSettings, TargetSettings
-from dflash_cache.decode.speculate import decode_speculatively
+from dflash_cache.decode.choice import Greedy
+from dflash_cache.decode.speculate import Limits, decode_speculatively
 from dflash_cache.drafter.export import expected_tensors, export_zlab, read_export
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
@@ -62,7 +63,7 @@ def test_zlabs_package_gives_our_draft_logits_and_our_acceptance_lengths(save_fa
         logits = target.model.get_output_embeddings()(normed)[0]
     torch.testing.assert_close(outputs["logits"], logits, rtol=1e-4, atol=1e-4)
     for prompt, (tokens, accepted) in zip(PROMPTS, outputs["answers"], strict=True):
-        ours = decode_speculatively(target, drafter, prompt, 20, frozenset([2]))
+        ours = decode_speculatively(target, [prompt], Limits(20, frozenset([2])), Greedy(), drafter)[0]
         assert (ours.tokens, ours.accepted) == (tokens, accepted)
 
 

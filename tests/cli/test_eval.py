@@ -1,0 +1,71 @@
+"""`dflash eval` over question sets: one table, one JSON object, one picture; what cannot be right is refused."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+CATEGORIES = {"code": 3, "maths": 2}
+
+
+@pytest.fixture
+def trained(dflash, project: Path) -> Path:
+    """The project with a trained drafter and two question sets."""
+    config = yaml.safe_load(project.read_text())
+    config["train"]["epochs"] = 1
+    config["eval"]["prompts"] = []
+    for name, count in CATEGORIES.items():
+        path = project.parent / f"{name}.jsonl"
+        path.write_text("".join(f'{{"prompt": "w{7 * i} {" w9" * i} w5"}}\n' for i in range(count)))
+        config["eval"]["prompts"].append(str(path))
+    project.write_text(yaml.safe_dump(config))
+    for command in ("generate", "train"):
+        assert dflash(command, project).code == 0
+    return project
+
+
+def test_eval_tabulates_categories_and_takes_options_for_settings(dflash, trained: Path) -> None:
+    picture = trained.parent / "pictures" / "acceptance.svg"
+    outcome = dflash("eval", trained, "--plot", picture)
+    assert outcome.code == 0, outcome.err
+    rows = {line.split()[0]: line.split()[1] for line in outcome.out.splitlines() if line.strip()}
+    assert (rows["code"], rows["maths"], rows["all"]) == ("3", "2", "5")
+    assert "the target's own, token for token (5 same, 0 ties in rounding, 0 different)" in outcome.out
+    words = " ".join(ElementTree.parse(picture).getroot().itertext())
+    assert "acceptance length" in words
+    assert all(f"{name} (" in words for name in CATEGORIES)
+
+    plain = json.loads(dflash("eval", trained, "--json").out)
+    assert {name: one["num_prompts"] for name, one in plain["categories"].items()} == CATEGORIES
+    assert (plain["block_size"], plain["batch_size"], plain["temperature"]) == (4, 1, 0)
+    batched = json.loads(dflash("eval", trained, "--json", "--batch-size", 4).out)
+    assert batched["lossless"]
+    assert (batched["histogram"], batched["batch_size"]) == (plain["histogram"], 4)
+    short = json.loads(dflash("eval", trained, "--json", "--block-size", 2).out)
+    assert short["lossless"]
+    assert [*short["histogram"]] == ["1", "2"]
+    assert len(short["position_acceptance"]) == 1
+
+    drawn = [json.loads(dflash("eval", trained, "--json", "--temperature", 0.9, "--batch-size", n).out) for n in (1, 3)]
+    assert drawn[0]["lossless"] is None
+    assert drawn[0]["histogram"] == drawn[1]["histogram"]
+    other = dflash("eval", trained, "--json", "--temperature", 0.9, "--set", "eval.seed=5")
+    assert json.loads(other.out)["histogram"] != drawn[0]["histogram"]
+    outcome = dflash("eval", trained, "--temperature", 0.9)
+    assert "output: drawn at temperature 0.9" in outcome.out
+    assert "token for token" not in outcome.out
+
+    refused = {
+        ("--block-size", 5): "eval.block_size is 5, but the drafter was trained on blocks of 4 slots",
+        ("--block-size", 1): "eval.block_size",
+        ("--temperature", -1): "eval.temperature",
+        ("--batch-size", 0): "eval.batch_size",
+        ("--plot", "acceptance.pdf"): "--plot acceptance.pdf is neither a .png nor a .svg file",
+    }
+    for options, sentence in refused.items():
+        outcome = dflash("eval", trained, *options)
+        assert outcome.code == 2
+        assert outcome.out == ""
+        assert sentence in outcome.err
