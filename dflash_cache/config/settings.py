@@ -38,6 +38,9 @@ class TargetSettings(Settings):
 
     model: str = Field(description="folder of a transformers checkpoint, or a model's name on the Hub")
     revision: str | None = Field(None, description="revision on the Hub; null: the default one")
+    trust_remote_code: bool = Field(
+        False, description="run the Python code that comes with the checkpoint; only for a source that you trust"
+    )
     dtype: DtypeOrAuto = Field(
         "bfloat16", description="dtype of the forward pass and the cached states; auto: the faster"
     )

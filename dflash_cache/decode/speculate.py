@@ -163,12 +163,10 @@ def draft_block(
     """
     slots = torch.full((1, 1, num_slots), drafter.shape.mask_token_id, device=target.device)
     slots[..., 0] = anchor_token
-    embedded_SABH = target.model.get_input_embeddings()(slots)
+    embedded_SABH = target.embed(slots)
     anchors_SA = torch.tensor([[context.length]], device=target.device)
     states_SABH = drafter(embedded_SABH, context.view(), anchors_SA)
-    logits = target.model.get_output_embeddings()(  # type: ignore[no-untyped-call]
-        states_SABH[0, 0, 1:]
-    )
+    logits = target.read_logits(states_SABH[0, 0, 1:])
     drafts: list[int] = logits.argmax(-1).tolist()
     return drafts
 

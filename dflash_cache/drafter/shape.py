@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from dflash_cache.config.settings import DrafterSettings
-from dflash_cache.drafter.family import embedding_scale_of, norm_eps_of, rope_theta_of
+from dflash_cache.drafter.family import embedding_scale_of, intermediate_size_of, norm_eps_of, rope_theta_of
 from dflash_cache.errors import ConfigError
 
 
@@ -83,7 +83,7 @@ def shape_from_target(
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=settings.intermediate_size or target.intermediate_size,
+        intermediate_size=settings.intermediate_size or intermediate_size_of(target),
         rms_norm_eps=norm_eps_of(target),
         rope_theta=rope_theta_of(target),
         vocab_size=target.vocab_size,

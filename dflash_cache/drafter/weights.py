@@ -67,17 +67,23 @@ class TargetFiles:
         """The names of the model's classes, as in its config.json; empty if that names none."""
         return list(_read_json(self._config_path).get("architectures") or [])
 
-    def load_config(self) -> PretrainedConfig:
-        """The text model's config; TargetError if transformers does not know it, or it cannot have a drafter."""
+    def load_whole_config(self) -> PretrainedConfig:
+        """The model's config, with those of its image or sound towers; TargetError as in `load_config`."""
         try:
-            config = AutoConfig.from_pretrained(
-                self._settings.model, revision=self._settings.revision, trust_remote_code=False
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                self._settings.model,
+                revision=self._settings.revision,
+                trust_remote_code=self._settings.trust_remote_code,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise TargetError(f"The config of the target {self._settings.model} cannot be used ({reason}).") from None
         check_family(config)
-        text: PretrainedConfig = config.get_text_config(decoder=True)
+        return config
+
+    def load_config(self) -> PretrainedConfig:
+        """The text model's config; TargetError if transformers does not know it, or it cannot have a drafter."""
+        text: PretrainedConfig = self.load_whole_config().get_text_config(decoder=True)
         return text
 
     def fingerprint(self) -> str:
