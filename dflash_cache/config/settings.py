@@ -157,6 +157,13 @@ class DrafterSettings(Settings):
     num_attention_heads: PositiveInt | None = None
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
+    rms_norm_eps: PositiveFloat | None = None
+    rope_theta: PositiveFloat | None = Field(None, description="a drafter served with another base than the target's")
+    rope_scaling: Literal["target", "none"] = Field(
+        "target",
+        description="target: its linear, llama3 or plain yarn scaling; none: the plain rope",
+    )
+    vocab_size: PositiveInt | None = Field(None, description="in the exported config; the embedding is the target's")
     init: Literal["random", "target-layers"] = Field(
         "random",
         description="target-layers: start from the target's last layers, `fc` passing the deepest captured one through",
