@@ -41,6 +41,9 @@ class TargetSettings(Settings):
     trust_remote_code: bool = Field(
         False, description="run the Python code that comes with the checkpoint; only for a source that you trust"
     )
+    allow_pickle: bool = Field(
+        False, description="take weights from pytorch_model.bin where there are no safetensors (only tensors are read)"
+    )
     dtype: DtypeOrAuto = Field(
         "bfloat16", description="dtype of the forward pass and the cached states; auto: the faster"
     )

@@ -312,7 +312,7 @@ def _load_model(settings: TargetSettings, auto_class: Any) -> PreTrainedModel:
                 dtype=DTYPES[settings.dtype],
                 device_map=settings.device_map,
                 max_memory=memory,
-                use_safetensors=True,
+                use_safetensors=None if settings.allow_pickle else True,
                 trust_remote_code=settings.trust_remote_code,
                 output_loading_info=True,
             )
