@@ -35,7 +35,6 @@ from dflash_cache.drafter.anchors import Blocks, draw_anchors, make_blocks, pad_
 from dflash_cache.drafter.attention import rotary_table, rotate
 from dflash_cache.drafter.frozen import FrozenTarget
 from dflash_cache.drafter.head import Head
-from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.loss import block_loss
 from dflash_cache.drafter.model import Drafter, DraftLayer
 from dflash_cache.drafter.objective import weigh_slots

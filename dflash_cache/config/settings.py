@@ -38,6 +38,12 @@ class TargetSettings(Settings):
 
     model: str = Field(description="folder of a transformers checkpoint, or a model's name on the Hub")
     revision: str | None = Field(None, description="revision on the Hub; null: the default one")
+    trust_remote_code: bool = Field(
+        False, description="run the Python code that comes with the checkpoint; only for a source that you trust"
+    )
+    allow_pickle: bool = Field(
+        False, description="take weights from pytorch_model.bin where there are no safetensors (only tensors are read)"
+    )
     dtype: DtypeOrAuto = Field(
         "bfloat16", description="dtype of the forward pass and the cached states; auto: the faster"
     )
@@ -158,6 +164,13 @@ class DrafterSettings(Settings):
     num_attention_heads: PositiveInt | None = None
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
+    rms_norm_eps: PositiveFloat | None = None
+    rope_theta: PositiveFloat | None = Field(None, description="a drafter served with another base than the target's")
+    rope_scaling: Literal["target", "none"] = Field(
+        "target",
+        description="target: its linear, llama3 or plain yarn scaling; none: the plain rope",
+    )
+    vocab_size: PositiveInt | None = Field(None, description="in the exported config; the embedding is the target's")
     init: Literal["random", "target-layers"] = Field(
         "random",
         description="target-layers: start from the target's last layers, `fc` passing the deepest captured one through",

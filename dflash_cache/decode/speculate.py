@@ -121,11 +121,10 @@ class Drafting:
         device, lengths = self._target.device, self._context.lengths
         slots = torch.full((len(anchor_tokens), 1, num_slots), self._drafter.shape.mask_token_id, device=device)
         slots[..., 0] = torch.tensor(anchor_tokens, device=device)[:, None]
-        embedded_SABH = self._target.model.get_input_embeddings()(slots)
+        embedded_SABH = self._target.embed(slots)
         anchors_SA = torch.tensor([lengths if rows is None else [lengths[row] for row in rows]], device=device).T
         states_SABH = self._drafter(embedded_SABH, self._context.view(rows), anchors_SA)
-        logits: Tensor = self._target.model.get_output_embeddings()(states_SABH[:, 0, 1:])  # type: ignore[no-untyped-call]
-        return logits
+        return self._target.read_logits(states_SABH[:, 0, 1:])
 
 
 def decode_plainly(target: Target, prompts: list[list[int]], limits: Limits, choice: Choice) -> list[Decoded]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.rope import carried_scaling
 from dflash_cache.drafter.shape import DrafterShape
 from dflash_cache.errors import RunError
 
@@ -117,6 +118,7 @@ def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
     }
     if shape.embedding_scale != 1.0:
         own["input_embedding_scale"] = shape.embedding_scale
+    scaling = shape.rope_scaling or {"rope_type": "default"}
     return {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -138,7 +140,8 @@ def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
         "num_key_value_heads": shape.num_key_value_heads,
         "num_target_layers": shape.target_num_layers,
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_parameters": {**scaling, "rope_theta": shape.rope_theta},
+        **({"rope_scaling": scaling} if shape.rope_scaling else {}),  # its name before transformers 5
         "rope_theta": shape.rope_theta,
         "sliding_window": None,
         "tie_word_embeddings": False,
@@ -156,9 +159,10 @@ def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
     own = config["dflash_config"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
+    scaling = carried_scaling(rope, config["max_position_embeddings"])
     other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
     unlike = {
-        f"rope_type {rope_type}": rope_type != "default",
+        f"rope_type {rope_type}": rope_type != "default" and scaling is None,
         f"layer_types {', '.join(sorted(other_layers))}": bool(other_layers),
         "use_sliding_window": bool(config.get("use_sliding_window")),
         "attention_bias": bool(config.get("attention_bias")),
@@ -183,4 +187,5 @@ def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
         target_num_layers=config["num_target_layers"],
         embedding_scale=float(own.get("input_embedding_scale", 1.0)),
         initializer_range=config.get("initializer_range", 0.02),
+        rope_scaling=scaling,
     )

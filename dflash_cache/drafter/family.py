@@ -84,6 +84,13 @@ def norm_eps_of(target: PretrainedConfig) -> float:
     return float(next((value for name in names if (value := getattr(target, name, None)) is not None), 1e-6))
 
 
+def intermediate_size_of(target: PretrainedConfig) -> int:
+    """Width of the target's dense MLPs, the widest where layers differ; four times the hidden size if it names none."""
+    names = ("intermediate_size", "ffn_hidden_size")
+    found = next((value for name in names if (value := getattr(target, name, None))), 4 * target.hidden_size)
+    return max(found) if isinstance(found, list | tuple) else int(found)
+
+
 def rope_parameters_of(target: PretrainedConfig) -> dict[str, object]:
     """The config's rope parameters; layers that differ from each other (Gemma 3) count by their full-attention ones."""
     parameters = getattr(target, "rope_parameters", None) or {}

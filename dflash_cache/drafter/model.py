@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dflash_cache.drafter.attention import attend_blocks, rotary_table, rotate
+from dflash_cache.drafter.attention import attend_blocks, rotate
 from dflash_cache.drafter.gate import gate
 from dflash_cache.drafter.norm import RMSNorm
+from dflash_cache.drafter.rope import rope_table
 from dflash_cache.drafter.shape import DrafterShape
 
 KeysValues = tuple[Tensor, Tensor]
@@ -125,7 +126,7 @@ class Drafter(nn.Module):
         """
         context = self.hidden_norm(self.fc(states_STLH.flatten(-2)))
         positions = first_position + torch.arange(context.shape[1], device=context.device)
-        table = rotary_table(positions, self.shape.head_dim, self.shape.rope_theta)
+        table = rope_table(positions, self.shape.head_dim, self.shape.rope_theta, self.shape.rope_scaling)
         return [layer.self_attn.keys_values(context, table) for layer in self.layers]
 
     def forward(self, embedded_SABH: Tensor, context: list[KeysValues], anchors_SA: Tensor) -> Tensor:
@@ -135,7 +136,8 @@ class Drafter(nn.Module):
         before its anchor (`anchors_SA`, positions in the sample), and slot j stands at anchor + j.
         """
         offsets = torch.arange(embedded_SABH.shape[2], device=anchors_SA.device)
-        table = rotary_table(anchors_SA[..., None] + offsets, self.shape.head_dim, self.shape.rope_theta)
+        positions = anchors_SA[..., None] + offsets
+        table = rope_table(positions, self.shape.head_dim, self.shape.rope_theta, self.shape.rope_scaling)
         slots = embedded_SABH
         for layer, keys_values in zip(self.layers, context, strict=True):
             slots = layer(slots, keys_values, anchors_SA, table)

@@ -11,8 +11,19 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from dflash_cache.config.settings import DrafterSettings
-from dflash_cache.drafter.family import embedding_scale_of, norm_eps_of, rope_theta_of
+from dflash_cache.drafter.family import (
+    embedding_scale_of,
+    intermediate_size_of,
+    norm_eps_of,
+    rope_parameters_of,
+    rope_theta_of,
+)
+from dflash_cache.drafter.rope import Scaling, carried_scaling
 from dflash_cache.errors import ConfigError
+
+# Head sizes of vLLM's attention kernels; a smaller one is a toy's. What replaces another: FIELD.md, "The drafter".
+SERVED_HEAD_SIZES = (32, 64, 80, 96, 112, 120, 128, 192, 256)
+SERVED_HEADS = (32, 8, 128)
 
 
 @dataclass(frozen=True)
@@ -35,10 +46,11 @@ class DrafterShape:
     target_num_layers: int
     embedding_scale: float = 1.0
     initializer_range: float = 0.02
+    rope_scaling: Scaling | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as stored in checkpoints."""
-        return asdict(self)
+        """Plain values, as stored in checkpoints; `rope_scaling` only where there is one, as before there was any."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("rope_scaling", None)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DrafterShape":
@@ -63,13 +75,7 @@ def shape_from_target(
     target: PretrainedConfig, settings: DrafterSettings, layer_ids: Sequence[int], mask_token_id: int
 ) -> DrafterShape:
     """The drafter's shape for a target, settings overriding what the target's config says."""
-    num_heads = settings.num_attention_heads or target.num_attention_heads
-    num_kv_heads = (
-        settings.num_key_value_heads or getattr(target, "num_key_value_heads", None) or target.num_attention_heads
-    )
-    head_dim = (
-        settings.head_dim or getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-    )
+    num_heads, num_kv_heads, head_dim = choose_heads(target, settings)
     if head_dim % 2:
         raise ConfigError(f"The drafter's head_dim {head_dim} is odd, and rotary positions need pairs: make it even.")
     if num_heads % num_kv_heads:
@@ -83,14 +89,32 @@ def shape_from_target(
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=settings.intermediate_size or target.intermediate_size,
-        rms_norm_eps=norm_eps_of(target),
-        rope_theta=rope_theta_of(target),
-        vocab_size=target.vocab_size,
+        intermediate_size=settings.intermediate_size or intermediate_size_of(target),
+        rms_norm_eps=settings.rms_norm_eps or norm_eps_of(target),
+        rope_theta=settings.rope_theta or rope_theta_of(target),
+        vocab_size=settings.vocab_size or target.vocab_size,
         max_position_embeddings=target.max_position_embeddings,
         block_size=settings.block_size,
         mask_token_id=mask_token_id,
         target_layer_ids=tuple(layer_ids),
         target_num_layers=target.num_hidden_layers,
         embedding_scale=embedding_scale_of(target),
+        rope_scaling=carried_scaling(rope_parameters_of(target), target.max_position_embeddings)
+        if settings.rope_scaling == "target"
+        else None,
     )
+
+
+def choose_heads(target: PretrainedConfig, settings: DrafterSettings) -> tuple[int, int, int]:
+    """Attention heads, key-value heads and head size: the settings', else the target's, or those that servers take.
+
+    A target whose head size they refuse gets 32 heads of 128 with 8 key-value heads (FIELD.md, "The drafter").
+    """
+    given = (settings.num_attention_heads, settings.num_key_value_heads, settings.head_dim)
+    num_heads = target.num_attention_heads
+    head_dim = getattr(target, "head_dim", None) or target.hidden_size // num_heads
+    own = (num_heads, getattr(target, "num_key_value_heads", None) or num_heads, head_dim)
+    if settings.head_dim is None and head_dim > SERVED_HEAD_SIZES[0] and head_dim not in SERVED_HEAD_SIZES:
+        own = SERVED_HEADS
+    num_heads, num_kv_heads, head_dim = (one or other for one, other in zip(given, own, strict=True))
+    return num_heads, num_kv_heads, head_dim

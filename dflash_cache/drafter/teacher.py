@@ -21,6 +21,8 @@ NORM_NAMES = (
     "language_model.model.norm",
     "gpt_neox.final_layer_norm",
     "transformer.ln_f",
+    "model.final_layernorm",
+    "model.embedding_norm",
 )
 
 

@@ -1,15 +1,20 @@
-"""A target's files: its weights read by name from safetensors, without building the model.
+"""A target's files: its weights read by name, without building the model.
 
 Training needs only a few of the target's tensors (embedding, head, perhaps its last layers), so it reads just
 those; the cache records a fingerprint of the files, so that a drafter is never trained against another target.
+
+Weights are safetensors. Pickles (`pytorch_model.bin`) are taken only with target.allow_pickle, and then by torch's
+reader that makes nothing but tensors.
 """
 
 import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -23,6 +28,8 @@ from dflash_cache.errors import TargetError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
 SAMPLE_BYTES = 64 << 10
 
 
@@ -53,8 +60,10 @@ class TargetFiles:
                         f"The target {self._settings.model} has no tensor {name}; its family is not supported yet."
                     )
                 if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(self._path(file), "pt"))
-                found[name] = opened[file].get_tensor(name)
+                    is_pickle, path = file.endswith(".bin"), self._path(file)
+                    opened[file] = _read_pickle(Path(path)) if is_pickle else stack.enter_context(safe_open(path, "pt"))
+                held = opened[file]
+                found[name] = held[name] if isinstance(held, dict) else held.get_tensor(name)
         return found
 
     @property
@@ -67,17 +76,23 @@ class TargetFiles:
         """The names of the model's classes, as in its config.json; empty if that names none."""
         return list(_read_json(self._config_path).get("architectures") or [])
 
-    def load_config(self) -> PretrainedConfig:
-        """The text model's config; TargetError if transformers does not know it, or it cannot have a drafter."""
+    def load_whole_config(self) -> PretrainedConfig:
+        """The model's config, with those of its image or sound towers; TargetError as in `load_config`."""
         try:
-            config = AutoConfig.from_pretrained(
-                self._settings.model, revision=self._settings.revision, trust_remote_code=False
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                self._settings.model,
+                revision=self._settings.revision,
+                trust_remote_code=self._settings.trust_remote_code,
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise TargetError(f"The config of the target {self._settings.model} cannot be used ({reason}).") from None
         check_family(config)
-        text: PretrainedConfig = config.get_text_config(decoder=True)
+        return config
+
+    def load_config(self) -> PretrainedConfig:
+        """The text model's config; TargetError if transformers does not know it, or it cannot have a drafter."""
+        text: PretrainedConfig = self.load_whole_config().get_text_config(decoder=True)
         return text
 
     def fingerprint(self) -> str:
@@ -91,7 +106,7 @@ class TargetFiles:
             path = Path(self._path(file))
             size = path.stat().st_size
             with path.open("rb") as stream:
-                header_bytes = int.from_bytes(stream.read(8), "little")
+                header_bytes = 0 if file.endswith(".bin") else int.from_bytes(stream.read(8), "little")
                 hasher.update(stream.read(min(header_bytes, 64 << 20)))
                 for begin in (8 + header_bytes, size // 2, max(0, size - SAMPLE_BYTES)):
                     stream.seek(begin)
@@ -107,12 +122,18 @@ class TargetFiles:
             self._check_files(weight_map)
             return weight_map
         single = self._locate(SINGLE)
-        if single is None:
-            raise TargetError(
-                f"The target {self._settings.model} has no weights in safetensors ({SINGLE} or {INDEX}): "
-                "save it with `save_pretrained` first."
-            )
-        return dict.fromkeys(_list_tensors(single), SINGLE)
+        if single is not None:
+            return dict.fromkeys(_list_tensors(single), SINGLE)
+        if self._settings.allow_pickle:
+            index, single = self._locate(PICKLE_INDEX), self._locate(PICKLE)
+            if index is not None:
+                return {name: file for file in _files_of(index) for name in _read_pickle(Path(self._path(file)))}
+            if single is not None:
+                return dict.fromkeys(_read_pickle(single), PICKLE)
+        raise TargetError(
+            f"The target {self._settings.model} has no weights in safetensors ({SINGLE} or {INDEX}): save it with "
+            "`save_pretrained` first, or set target.allow_pickle if it has a pytorch_model.bin that you trust."
+        )
 
     def _check_files(self, weight_map: dict[str, str]) -> None:
         """See that each file of the index is whole and holds what the index says."""
@@ -149,6 +170,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise TargetError(f"The target's file {path} does not hold a JSON object: fetch it again.")
     return tree
+
+
+def _files_of(index: Path) -> list[str]:
+    return sorted(set(_read_json(index).get("weight_map", {}).values()))
+
+
+def _read_pickle(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickle, mapped from the file; no code in it is run (`weights_only`). Raises TargetError."""
+    try:
+        tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, OSError, EOFError, UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise TargetError(f"The weights {path} cannot be read as mere tensors ({reason}): use safetensors.") from None
+    return tensors
 
 
 def _list_tensors(path: Path) -> frozenset[str]:

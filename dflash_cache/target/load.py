@@ -1,9 +1,11 @@
 """The frozen target: its model, tokenizer, decoder layers and which of them are captured.
 
 Everything that can be wrong with a target is found here, before the first forward, and said in one sentence: no such
-folder, no safetensors, a family that transformers does not know, a checkpoint that lacks tensors (which transformers
-would fill with random numbers after a warning). Code that comes with a checkpoint is never run. It costs one read of
-the weights.
+folder, no safetensors, a family that transformers does not know or whose layers are not found (seen on a model without
+weights, before they are read), a checkpoint that lacks tensors (which transformers would fill with random numbers after
+a warning). At the end a forward of a few tokens shows that embeddings and logits are what training takes them for: an
+unknown factor would be seen nowhere but in the acceptance length. Code that comes with a checkpoint is run only with
+target.trust_remote_code. It costs one read of the weights.
 """
 
 import inspect
@@ -14,9 +16,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -27,6 +30,8 @@ from transformers.utils import logging
 
 from dflash_cache.config.settings import TargetSettings
 from dflash_cache.drafter.device import resolve_device
+from dflash_cache.drafter.family import embedding_factor, embedding_scale_of, logit_scale_of, softcap_of
+from dflash_cache.drafter.head import transform_logits
 from dflash_cache.drafter.shape import spread_layer_ids
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import ConfigError, TargetError
@@ -50,20 +55,37 @@ class Target:
     dtype: torch.dtype
     fingerprint: str
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What the first decoder layer is given for ids (…): embeddings (…, H), scaled as the family does."""
+        module: nn.Module = self.model.get_input_embeddings()
+        embedded: Tensor = module(token_ids)
+        if hasattr(module, "embed_scale"):  # it has multiplied already
+            return embedded
+        factor = embedding_factor(self.config, embedding_scale_of(self.config), embedded.dtype)
+        return embedded if factor == 1.0 else embedded * factor
+
+    def read_logits(self, normed: Tensor) -> Tensor:
+        """The target's logits (…, V) of normalised states (…, H), scaled and capped as the family does."""
+        head: nn.Module = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return transform_logits(head(normed), logit_scale_of(self.config), softcap_of(self.config))
+
 
 def load_target(settings: TargetSettings) -> Target:
     """The target, ready to run. Raises TargetError or ConfigError, in one sentence, if it cannot be used."""
     files = TargetFiles(settings)
-    config = files.load_config()
+    whole = files.load_whole_config()
+    config = whole.get_text_config(decoder=True)
     layer_ids = resolve_layer_ids(settings, config)
     device = resolve_device(settings.device)
+    auto_class = auto_class_of(whole, settings)
+    check_structure(whole, auto_class, settings)
     tokenizer = load_tokenizer(settings)
-    model = _load_model(settings)
+    model = _load_model(settings, auto_class)
     if settings.device_map is None:
         model = model.to(device)  # type: ignore[arg-type]  # wrapped `to`
     else:
         device = find_entry_device(model)
-    return Target(
+    target = Target(
         model=model.eval().requires_grad_(False),  # type: ignore[no-untyped-call]
         tokenizer=tokenizer,
         config=config,
@@ -73,6 +95,77 @@ def load_target(settings: TargetSettings) -> Target:
         dtype=DTYPES[settings.dtype],
         fingerprint=files.fingerprint(),
     )
+    check_surroundings(target)
+    return target
+
+
+def auto_class_of(config: PretrainedConfig, settings: TargetSettings) -> Any:
+    """The class of transformers that builds a model of this (whole) config. Raises TargetError if it has none."""
+    if settings.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto_class._model_mapping:
+            return auto_class
+    raise TargetError(
+        f"The target {settings.model} ({config.model_type}) has no causal language model in transformers: use a target "
+        "that generates text."
+    )
+
+
+def check_structure(config: PretrainedConfig, auto_class: Any, settings: TargetSettings) -> None:
+    """Build the model without memory, and raise TargetError unless its layers, embedding and head are found in it."""
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = auto_class.from_config(config, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:  # whatever a foreign config makes a family's code stumble over
+        raise TargetError(
+            f"The target {settings.model} cannot be built from its config ({first_line(error)}): use a checkpoint of a "
+            "family that transformers knows."
+        ) from None
+    find_decoder_layers(model)
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if type(head) is not nn.Linear or not isinstance(model.get_input_embeddings(), nn.Embedding):  # a kind of Linear
+        raise TargetError(  # computes more than a product; one of Embedding may, and `check_surroundings` looks
+            f"The target's head ({type(head).__name__} of {type(model).__name__}) or embedding is no plain matrix: "
+            "this family is not supported yet."
+        )
+
+
+@torch.inference_mode()
+def check_surroundings(target: Target) -> None:
+    """Compare embedding and logits of a few tokens with the model's own. Raises TargetError if they are others.
+
+    One forward of the whole target over eight tokens; synchronises the device.
+    """
+    ids_1T = torch.arange(8, device=target.device)[None] % target.config.vocab_size
+    seen: dict[str, Tensor] = {}
+
+    def see_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen["embedded"] = (args[0] if args else kwargs["hidden_states"]).clone()
+
+    def see_normed(module: nn.Module, args: Any, output: Any) -> None:
+        seen["normed"] = output[0].clone()
+
+    hooks = [
+        target.layers[0].register_forward_pre_hook(see_input, with_kwargs=True),
+        text_model(target.model).register_forward_hook(see_normed),
+    ]
+    try:
+        own: Tensor = target.model(input_ids=ids_1T, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    pairs = {
+        "what its first layer is given is not its embeddings": (target.embed(ids_1T), seen["embedded"]),
+        "its logits are not its head's": (target.read_logits(seen["normed"]), own),
+    }
+    for what, (ours, theirs) in pairs.items():
+        theirs = theirs.to(ours.device).float()  # noqa: PLW2901  # a device_map may have it elsewhere
+        if ours.shape != theirs.shape or float((ours.float() - theirs).abs().max()) > 0.02 * float(theirs.abs().max()):
+            raise TargetError(
+                f"The target ({target.config.model_type}) computes more around its layers than a drafter is trained "
+                f"with: {what}. This family is not supported yet."
+            )
 
 
 def find_entry_device(model: PreTrainedModel) -> torch.device:
@@ -88,7 +181,7 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
     """The target's tokenizer. Raises TargetError if there is none or transformers cannot read it."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            settings.model, revision=settings.revision, trust_remote_code=False
+            settings.model, revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise TargetError(
@@ -200,7 +293,7 @@ def hide_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _load_model(settings: TargetSettings) -> PreTrainedModel:
+def _load_model(settings: TargetSettings, auto_class: Any) -> PreTrainedModel:
     """The causal LM on the CPU, every tensor of it read from the checkpoint."""
     if settings.device_map is not None and find_spec("accelerate") is None:
         raise ConfigError(
@@ -210,18 +303,17 @@ def _load_model(settings: TargetSettings) -> PreTrainedModel:
     memory = settings.max_memory and {
         int(place) if str(place).isdigit() else place: size for place, size in settings.max_memory.items()
     }
-    loader: Any = AutoModelForCausalLM  # its stubs do not know output_loading_info
     model: PreTrainedModel
     try:
         with hide_progress_bars():
-            model, report = loader.from_pretrained(
+            model, report = auto_class.from_pretrained(
                 settings.model,
                 revision=settings.revision,
                 dtype=DTYPES[settings.dtype],
                 device_map=settings.device_map,
                 max_memory=memory,
-                use_safetensors=True,
-                trust_remote_code=False,
+                use_safetensors=None if settings.allow_pickle else True,
+                trust_remote_code=settings.trust_remote_code,
                 output_loading_info=True,
             )
     except Exception as error:  # whatever a damaged or foreign checkpoint makes transformers stumble over

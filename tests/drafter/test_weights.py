@@ -94,7 +94,8 @@ def test_a_missing_folder_and_an_empty_one_are_no_target(tmp_path: Path) -> None
 def test_a_target_without_safetensors_is_told_how_to_make_them(copy: Path) -> None:
     (copy / SINGLE).rename(copy / "pytorch_model.bin")
     assert refusal(lambda: open_files(copy)) == (
-        f"The target {copy} has no weights in safetensors ({SINGLE} or {INDEX}): save it with `save_pretrained` first."
+        f"The target {copy} has no weights in safetensors ({SINGLE} or {INDEX}): save it with `save_pretrained` first, "
+        "or set target.allow_pickle if it has a pytorch_model.bin that you trust."
     )
 
 

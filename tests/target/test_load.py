@@ -105,6 +105,15 @@ def test_a_folder_without_a_tokenizer_is_refused(copy: Path) -> None:
 def test_a_model_that_is_no_causal_lm_is_refused(copy: Path) -> None:
     config = T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=32, num_layers=6, num_heads=4)
     T5ForConditionalGeneration(config).save_pretrained(copy)
+    assert refusal(lambda: load_target(settings(copy, num_layers=1))) == (
+        "The target (t5) is an encoder-decoder, and a DFlash drafter drafts for causal language models: use a "
+        "decoder-only target."
+    )
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text()) | {"intermediate_size": 40}
+    (copy / "config.json").write_text(json.dumps(config))
     message = refusal(lambda: load_target(settings(copy, num_layers=1)))
     assert message.startswith(f"The target {copy} cannot be loaded as a causal language model (")
     assert message.endswith("): use a complete checkpoint of a family that transformers knows.")

@@ -114,8 +114,8 @@ def test_this_runs_own_folder_and_a_place_without_a_drafter_are_refused(configur
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type yarn"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type linear"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type dynamic"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type longrope"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_bias": True, "hidden_act": "gelu"}, "attention_bias and hidden_act gelu"),

@@ -1,0 +1,145 @@
+"""Tiny random targets of many families: their configs, by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers as t
+from transformers import PretrainedConfig
+
+NUM_LAYERS = 6
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+    "initializer_range": 0.2,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+HEADS = {**GROUPED, "head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ALTERNATING = ["sliding_attention", "full_attention"] * 3
+HYBRID = ["linear_attention", "linear_attention", "full_attention"] * 2
+LINEAR = {
+    "layer_types": HYBRID,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+QWEN_VISION = {"depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+PLACES = {"image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127}
+
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: t.LlamaConfig(**GROUPED),
+    "llama-3.1": lambda: t.LlamaConfig(
+        **GROUPED,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "qwen2": lambda: t.Qwen2Config(**GROUPED),
+    "qwen3": lambda: t.Qwen3Config(**HEADS, tie_word_embeddings=True),
+    "qwen3-moe": lambda: t.Qwen3MoeConfig(**HEADS, **EXPERTS, decoder_sparse_step=1),
+    "qwen3-next": lambda: t.Qwen3NextConfig(**HEADS, **EXPERTS, **LINEAR, shared_expert_intermediate_size=24),
+    "qwen3.5": lambda: t.Qwen3_5TextConfig(**HEADS, **LINEAR),
+    "gemma": lambda: t.GemmaConfig(**HEADS),
+    "gemma2": lambda: t.Gemma2Config(**HEADS, sliding_window=8, layer_types=ALTERNATING, final_logit_softcapping=3.0),
+    "gemma3-text": lambda: t.Gemma3TextConfig(**HEADS, sliding_window=8, layer_types=ALTERNATING),
+    "gemma3": lambda: t.Gemma3Config(
+        text_config=t.Gemma3TextConfig(**HEADS, sliding_window=8),
+        vision_config=t.SiglipVisionConfig(**VISION, image_size=32, patch_size=16),
+        mm_tokens_per_image=4,
+        image_token_id=127,
+    ),
+    "mistral": lambda: t.MistralConfig(**GROUPED, sliding_window=8),
+    "mixtral": lambda: t.MixtralConfig(**GROUPED, num_local_experts=4),
+    "phi": lambda: t.PhiConfig(**SMALL),  # a head with a bias
+    "phi3": lambda: t.Phi3Config(**GROUPED),
+    "phimoe": lambda: t.PhimoeConfig(**GROUPED, num_local_experts=4, lm_head_bias=True),
+    "gpt-neox": lambda: t.GPTNeoXConfig(**SMALL),
+    "gpt-oss": lambda: t.GptOssConfig(
+        **HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, layer_types=ALTERNATING
+    ),
+    "glm4": lambda: t.Glm4Config(**HEADS),
+    "glm4-moe": lambda: t.Glm4MoeConfig(
+        **HEADS, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1
+    ),
+    "deepseek-v3": lambda: t.DeepseekV3Config(
+        **{**SMALL, "num_key_value_heads": 4},
+        **LATENT,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "olmo2": lambda: t.Olmo2Config(**GROUPED),
+    "olmo3": lambda: t.Olmo3Config(**GROUPED, sliding_window=8, layer_types=ALTERNATING),
+    "granite": lambda: t.GraniteConfig(**GROUPED, embedding_multiplier=12.3, logits_scaling=8.0),
+    "granite-moe": lambda: t.GraniteMoeConfig(**GROUPED, num_local_experts=4, embedding_multiplier=12.0),
+    "falcon": lambda: t.FalconConfig(
+        **{key: value for key, value in SMALL.items() if key != "intermediate_size"}, new_decoder_architecture=False
+    ),
+    "falcon-h1": lambda: t.FalconH1Config(
+        **HEADS,
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        embedding_multiplier=5.6,
+        lm_head_multiplier=0.3,
+    ),
+    "stablelm": lambda: t.StableLmConfig(**GROUPED),
+    "cohere": lambda: t.CohereConfig(**GROUPED, logit_scale=0.0625),
+    "cohere2": lambda: t.Cohere2Config(**GROUPED, sliding_window=8, layer_types=ALTERNATING, logit_scale=0.25),
+    "smollm3": lambda: t.SmolLM3Config(**GROUPED),
+    "exaone4": lambda: t.Exaone4Config(**GROUPED, sliding_window=8, layer_types=ALTERNATING),
+    "ernie4.5": lambda: t.Ernie4_5Config(**HEADS),
+    "seed-oss": lambda: t.SeedOssConfig(**HEADS),
+    "starcoder2": lambda: t.Starcoder2Config(**GROUPED),
+    "minimax-m2": lambda: t.MiniMaxM2Config(**HEADS, num_local_experts=4, num_experts_per_tok=2),
+    "lfm2": lambda: t.Lfm2Config(**GROUPED, layer_types=["conv", "conv", "full_attention"] * 2),
+    "qwen2-vl": lambda: t.Qwen2VLConfig(
+        text_config={**GROUPED, "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]}},
+        vision_config={"depth": 2, "embed_dim": 32, "num_heads": 4, "hidden_size": 32},
+        **PLACES,
+    ),
+    "qwen2.5-vl": lambda: t.Qwen2_5_VLConfig(
+        text_config={**GROUPED, "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]}},
+        vision_config=QWEN_VISION,
+        **PLACES,
+    ),
+    "qwen3-vl": lambda: t.Qwen3VLConfig(
+        text_config={**HEADS, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        vision_config={**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        **PLACES,
+    ),
+    "llava": lambda: t.LlavaConfig(
+        text_config=t.LlamaConfig(**GROUPED),
+        vision_config=t.CLIPVisionConfig(**VISION, image_size=32, patch_size=16),
+        image_token_index=127,
+    ),
+}
+# Not one forward, so not one cache: learned or no positions, states beside the tokens', an encoder.
+REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
+    "gpt2": (lambda: t.GPT2Config(vocab_size=128, n_embd=32, n_layer=6, n_head=4), "has no rope_theta in its config"),
+    "opt": (lambda: t.OPTConfig(**{**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}), "has no rope_theta"),
+    "t5": (lambda: t.T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=48, num_heads=4), "is an encoder-decoder"),
+    "bart": (lambda: t.BartConfig(vocab_size=128, d_model=32), "is an encoder-decoder"),
+    "gemma3n": (lambda: t.Gemma3nTextConfig(**HEADS), "carries 4 states a token from layer to layer"),
+    "modernbert": (lambda: t.ModernBertConfig(**SMALL), "has no causal language model in transformers"),
+}
