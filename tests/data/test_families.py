@@ -1,5 +1,6 @@
 """What is trained on, family by family: the rendered text with brackets, against expectations written by hand."""
 
+import functools
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +19,7 @@ SYSTEM = Message("system", "Be brief.")
 TALKS = {"one": ONE, "one_system": (SYSTEM, *ONE), "two": TWO, "two_system": (SYSTEM, *TWO)}
 
 
+@functools.cache
 def make_tokenizer(family: Family) -> PreTrainedTokenizerFast:
     """Bytes, and the family's special tokens: every character has its own token, so each border can be seen."""
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
