@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -21,6 +22,10 @@ from transformers import (
 
 from dflash_cache.config.settings import TargetSettings
 from dflash_cache.target.load import Target, load_target
+
+# A busy machine may stall for seconds: a test's time says nothing about its subject.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 VOCAB_SIZE = 128
 NUM_LAYERS = 6

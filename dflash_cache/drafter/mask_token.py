@@ -6,9 +6,13 @@ two meanings for one vector.
 """
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
+from dflash_cache.cache.layout import samples_dir
 from dflash_cache.config.settings import DrafterSettings
 from dflash_cache.errors import ConfigError
 
@@ -38,3 +42,21 @@ def choose_mask_token(settings: DrafterSettings, vocab_size: int, candidates: Se
     if chosen >= vocab_size:
         raise ConfigError(f"drafter.mask_token_id is {chosen}, but the target's embedding has {vocab_size} rows.")
     return chosen
+
+
+def check_unused(mask_token: int, candidates: Sequence[int], tables_dir: Path) -> None:
+    """Raise ConfigError if a sample of the cache whose tables lie there holds `mask_token`.
+
+    The candidates are known to be unused; any other id is looked for in the ids of all samples, where they lie there
+    (of a cache in an object store they do not).
+    """
+    if mask_token in candidates:
+        return
+    for path in sorted(samples_dir(tables_dir).glob("*.parquet")):
+        for batch in pq.ParquetFile(path).iter_batches(columns=["input_ids"]):
+            if pc.any(pc.equal(pc.list_flatten(batch["input_ids"]), mask_token)).as_py():
+                instead = f" {candidates[0]}, say, does not occur." if candidates else ""
+                raise ConfigError(
+                    f"drafter.mask_token_id is {mask_token}, but the data contains that token, and its vector cannot "
+                    f"mean both: leave the setting out, or set another id.{instead}"
+                )

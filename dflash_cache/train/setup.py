@@ -32,7 +32,7 @@ from dflash_cache.data.plan import (
 )
 from dflash_cache.drafter.device import resolve_device
 from dflash_cache.drafter.frozen import FrozenTarget, load_frozen
-from dflash_cache.drafter.mask_token import choose_mask_token
+from dflash_cache.drafter.mask_token import check_unused, choose_mask_token
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.drafter.start import start_drafter
@@ -164,13 +164,10 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
         files = TargetFiles(config.target)
         check_cache(reader, files, config)
         earlier = load_earlier(config.drafter, Path(config.run_dir))
-        wanted = keep_mask_token(config.drafter, earlier)
-        shape = shape_from_target(
-            files.load_config(),
-            wanted,
-            reader.manifest.drafter_layer_ids,
-            choose_mask_token(wanted, reader.manifest.vocab_size, reader.manifest.mask_token_candidates),
-        )
+        wanted, candidates = keep_mask_token(config.drafter, earlier), reader.manifest.mask_token_candidates
+        mask_token = choose_mask_token(wanted, reader.manifest.vocab_size, candidates)
+        check_unused(mask_token, candidates, reader.tables_dir)
+        shape = shape_from_target(files.load_config(), wanted, reader.manifest.drafter_layer_ids, mask_token)
         drafter = Drafter(shape)
         init: str = config.drafter.init
         if earlier is None:

@@ -82,7 +82,7 @@ def decode_plainly(rows: np.ndarray, H: int, codec: Codec) -> np.ndarray:
     return found.reshape(N, H)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     codec=CODECS,
     dtype=DTYPES,
@@ -110,7 +110,7 @@ def test_each_number_is_off_by_half_a_scale_and_the_largest_of_each_group_not_at
     assert torch.equal(coded.gather(-1, place), own.gather(-1, place))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(codec=CODECS, T=st.integers(1, 5), H=st.sampled_from([8, 32, 64, 192]), seed=st.integers(0, 99))
 def test_the_stored_bytes_are_those_of_a_plain_implementation(codec: Codec, T: int, H: int, seed: int) -> None:
     states = make_states(T, 2, H, "float32", seed)

@@ -108,7 +108,7 @@ def test_a_batch_holds_the_written_bits_and_zeros_elsewhere(tmp_path: Path, dtyp
     assert_batch_equals(tmp_path, samples, [1, 4])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=9), per_shard=st.integers(1, 4), data=st.data())
 def test_any_rows_of_any_lengths_come_back(lengths: list[int], per_shard: int, data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=12))

@@ -70,7 +70,7 @@ def test_a_shard_opened_by_safetensors_holds_the_same_bits(tmp_path: Path, dtype
     assert path.stat().st_size == expected_bytes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     num_layers=st.integers(1, 3),

@@ -25,7 +25,7 @@ def talk(words: list[str]) -> Conversation:
 
 
 @pytest.mark.parametrize("family", [QWEN3, LLAMA3], ids=["qwen3", "llama3"])
-@settings(max_examples=25, deadline=None)  # tokenizing takes what the machine gives
+@settings(max_examples=25)  # tokenizing takes what the machine gives
 @given(words=st.lists(st.text("abc", min_size=1, max_size=12), min_size=2, max_size=9), limit=st.integers(1, 400))
 def test_as_many_whole_turns_are_left_as_fit(family: Family, words: list[str], limit: int) -> None:
     tokenizer, stops = make_tokenizer(family), stops_of(family)

@@ -177,7 +177,7 @@ def test_two_epochs_share_no_more_pairs_of_samples_than_chance():
 
 
 @given(corpora(), limits_of_batches, seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_decoded_plan_is_the_encoded_one(corpus, limits, seed):
     plan = plan_epoch(*corpus, limits, seed, 0)
     decoded = decode_plan(encode_plan(plan))

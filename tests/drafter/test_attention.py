@@ -56,7 +56,7 @@ def attend(tensors: list[Tensor], visible_SA: Tensor) -> Tensor:
     return attend_blocks(tensors[0], (tensors[1], tensors[2]), (tensors[3], tensors[4]), visible_SA)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=SIZES, seed=st.integers(0, 2**31), at_once=st.integers(1, 6))
 def test_output_and_gradients_are_those_of_the_formula(sizes: dict[str, int], seed: int, at_once: int) -> None:
     tensors, visible_SA = draw(sizes, seed)
@@ -75,7 +75,7 @@ def test_output_and_gradients_are_those_of_the_formula(sizes: dict[str, int], se
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5 * max(1.0, float(other.abs().max())))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(sizes=SIZES, seed=st.integers(0, 2**31))
 def test_the_dense_way_gives_the_same(sizes: dict[str, int], seed: int) -> None:
     tensors, visible_SA = draw(sizes, seed)
@@ -96,7 +96,7 @@ def test_bfloat16_is_right_within_its_rounding() -> None:
         assert float((one.double() - other).norm() / other.norm()) < 0.01
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(half=st.integers(1, 8), heads=st.integers(1, 3), position=st.integers(0, 5000), seed=st.integers(0, 2**31))
 def test_pairs_turn_by_the_formulas_angles_and_their_gradients_turn_back(
     half: int, heads: int, position: int, seed: int

@@ -44,7 +44,7 @@ def slow_entropies(states_SABH: Tensor, blocks: Blocks, head_VH: Tensor) -> tupl
     return terms, entropies
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000), cap_weight=st.sampled_from([0.25, 1.0, 3.0]), scale=st.sampled_from([0.3, 1.0, 3.0])
 )

@@ -102,7 +102,7 @@ def slow_loss(states: Tensor, blocks: Blocks, head: Head, last_STH: Tensor, teac
     return total
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     share=st.sampled_from([0.0, 0.3, 1.0]),

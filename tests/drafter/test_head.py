@@ -40,7 +40,7 @@ def slow_logits(states: Tensor, head: Head) -> Tensor:
     return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(made=HEADS, cap_weight=st.sampled_from([0.0, 0.5]), size=st.sampled_from([0.3, 1.0, 2.0]))
 def test_loss_and_gradient_equal_autograd_of_cross_entropy_and_entropy(made, cap_weight, size) -> None:
     head, blocks = make_head(**made), random_blocks(made["seed"])
@@ -63,7 +63,7 @@ def test_loss_and_gradient_equal_autograd_of_cross_entropy_and_entropy(made, cap
     torch.testing.assert_close(found.ce_NK[found.mask_NK].double(), ce, rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(made=HEADS)
 def test_filled_logits_are_the_formulas_and_have_the_plain_products_argmax(made) -> None:
     head = make_head(**made)

@@ -75,7 +75,7 @@ def slow_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: O
     return total, weight
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(2, 17), min_size=1, max_size=3),
     kind=st.sampled_from(KINDS),

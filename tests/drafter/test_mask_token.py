@@ -1,10 +1,14 @@
+from pathlib import Path
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_cache.config.settings import DrafterSettings
-from dflash_cache.drafter.mask_token import choose_mask_token, list_candidates
+from dflash_cache.drafter.mask_token import check_unused, choose_mask_token, list_candidates
 from dflash_cache.errors import ConfigError
 
 
@@ -61,3 +65,19 @@ def test_no_candidate_at_all_is_told_with_what_to_set() -> None:
     assert str(caught.value) == (
         "Every special token occurs in the data; set drafter.mask_token_id to an id that does not."
     )
+
+
+def test_an_id_that_a_sample_holds_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    for name, ids in (("samples", [[1, 2], [3]]), ("samples_000001", [[4, 5, 6]])):
+        pq.write_table(
+            pa.table({"input_ids": pa.array(ids, pa.list_(pa.int32()))}), tmp_path / f"samples/{name}.parquet"
+        )
+    for used in (1, 3, 6):
+        with pytest.raises(
+            ConfigError, match=rf"mask_token_id is {used}, but the data contains .* 9, say, does not occur"
+        ):
+            check_unused(used, [9, 8], tmp_path)
+    for unused in (0, 7, 8, 9):
+        check_unused(unused, [9, 8], tmp_path)
+    check_unused(6, [], tmp_path / "elsewhere")  # the tables of a remote cache hold no samples

@@ -15,7 +15,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(OPERATIONS, st.integers(1, 4))
 def test_a_roomy_layer_holds_what_transformers_layer_holds(operations, rows):
     ours, theirs = RoomyLayer(), DynamicLayer()

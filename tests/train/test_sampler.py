@@ -151,7 +151,7 @@ def test_the_longest_go_to_the_rank_with_the_least_work():
 
 
 @given(st.integers(1, 4), st.integers(1, 6), buffers, st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_all_ranks_together_take_every_micro_batch_once(world_size, accumulation, min_buffer, seed):
     plan = design_case(0)
     options = TrainSettings(accumulation=accumulation, min_buffer=min_buffer, seed=seed)
@@ -231,7 +231,7 @@ def corpora(draw):
 
 
 @given(corpora(), limits_of_batches, st.integers(1, 5), st.integers(1, 4), buffers, st.integers(0, 99))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_from_lengths_to_ranks_all_the_properties_of_the_design_hold(
     corpus, limits, accumulation, world_size, min_buffer, seed
 ):
@@ -261,7 +261,7 @@ def test_from_lengths_to_ranks_all_the_properties_of_the_design_hold(
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40), buffers)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_same_seed_same_epoch_and_other_seed_other_epoch(one, other, min_buffer):
     def samples(seed):
         plan = design_case(seed)
