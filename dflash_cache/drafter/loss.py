@@ -69,10 +69,10 @@ def block_loss(
 ) -> BlockLoss:
     """Weighted cross-entropy of the labels under the head's distribution, slots 1…B−1.
 
-    `states_SABH` are the drafter's normalised slots; `head`: the target's, or a plain one's matrix (V, H); `weigh` maps
-    (ce_NK, mask_NK) to weights (see `objective`).
-    Slots after the first `max_slots` count as unsupervised, and are not computed. Soft labels cost a second product
-    with the head, a right slot's entropy two more passes over its logits.
+    `states_SABH` are the drafter's normalised slots, those after the first `max_slots` present or not; `head`: the
+    target's, or a plain one's matrix (V, H); `weigh` maps (ce_NK, mask_NK) to weights (see `objective`). Slots after
+    the first `max_slots` count as unsupervised, and are not computed. Soft labels cost a second product with the head,
+    a right slot's entropy two more passes over its logits.
     The product with the head is computed in the head's dtype, softmax and sums in float32.
     """
     mask_NK = blocks.mask_SAK.flatten(0, 1)
@@ -106,7 +106,8 @@ class _FrozenHeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, states_NKH: Tensor, labels_NK: Tensor, mask_NK: Tensor, head: Head, terms: _Terms
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        N, K, _ = states_NKH.shape
+        N, K = mask_NK.shape
+        num_slots = states_NKH.shape[1]  # the first of K; the mask is False for all others
         device = states_NKH.device
         wants_gradient = ctx.needs_input_grad[0]
         gradient_NKH = torch.zeros_like(states_NKH) if wants_gradient else None
@@ -114,18 +115,20 @@ class _FrozenHeadLoss(torch.autograd.Function):
         correct_NK = torch.zeros(N, K, dtype=torch.bool, device=device)
         loss_sum = torch.zeros((), device=device)
         weight_sum = torch.zeros((), device=device)
-        chunk = open_chunk(head, K, terms.extra, wants_gradient)
+        chunk = open_chunk(head, num_slots, terms.extra, wants_gradient)
         for begin in range(0, N, chunk.num_blocks):
             part = slice(begin, begin + chunk.num_blocks)
             mask = mask_NK[part]
-            found = chunk.read(states_NKH[part][mask], labels_NK[part][mask], terms.before_NK[part][mask])
+            found = chunk.read(
+                states_NKH[part][mask[:, :num_slots]], labels_NK[part][mask], terms.before_NK[part][mask]
+            )
             ce_NK[part][mask] = found.ce_R
             correct_NK[part][mask] = found.correct_R
             weights_R = terms.weigh(ce_NK[part], mask)[mask]
             loss_sum += torch.dot(weights_R, found.loss_R) + found.unweighted
             weight_sum += weights_R.sum()
             if gradient_NKH is not None:
-                gradient_NKH[part][mask] = chunk.pull_back(weights_R).to(gradient_NKH.dtype)
+                gradient_NKH[part][mask[:, :num_slots]] = chunk.pull_back(weights_R).to(gradient_NKH.dtype)
         if gradient_NKH is not None:
             ctx.save_for_backward(gradient_NKH)
         ctx.mark_non_differentiable(weight_sum, ce_NK, correct_NK)

@@ -10,6 +10,7 @@ paper, section 4.1). Parameter names are those of z-lab's published drafters.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,19 @@ from dflash_cache.drafter.rope import rope_table
 from dflash_cache.drafter.shape import DrafterShape
 
 KeysValues = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where blocks stand: visible_SA, how much of the context each sees; table: the rotary one of their slots."""
+
+    visible_SA: Tensor
+    table: tuple[Tensor, Tensor]
+
+    def table_of(self, count: int) -> tuple[Tensor, Tensor]:
+        """That of each block's first `count` slots."""
+        cos, sin = self.table
+        return cos[..., :count, :], sin[..., :count, :]
 
 
 class DraftAttention(nn.Module):
@@ -46,17 +60,15 @@ class DraftAttention(nn.Module):
         values: Tensor = self.v_proj(states).view(heads)
         return keys.to(values.dtype), values
 
-    def forward(
-        self, slots_SABH: Tensor, context: KeysValues, visible_SA: Tensor, table: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Attention output (S, A, B, H) of the block's slots."""
-        S, A, B, _ = slots_SABH.shape
-        block = self.keys_values(slots_SABH, table)
-        query = self.q_proj(slots_SABH).view(S, A, B, -1, self.head_dim)
-        query = rotate(self.q_norm(query), table).to(block[0].dtype)
-        query = query.view(S, A, B, self.num_kv_heads, -1, self.head_dim)
-        mixed = attend_blocks(query, context, block, visible_SA)
-        out: Tensor = self.o_proj(mixed.reshape(S, A, B, -1))
+    def forward(self, slots_SABH: Tensor, context: KeysValues, place: "Place", count: int) -> Tensor:
+        """Attention output (S, A, C, H) of the block's first `count` slots, which see all of them."""
+        S, A = slots_SABH.shape[:2]
+        block = self.keys_values(slots_SABH, place.table)
+        query = self.q_proj(slots_SABH[:, :, :count]).view(S, A, count, -1, self.head_dim)
+        query = rotate(self.q_norm(query), place.table_of(count)).to(block[0].dtype)
+        query = query.view(S, A, count, self.num_kv_heads, -1, self.head_dim)
+        mixed = attend_blocks(query, context, block, place.visible_SA)
+        out: Tensor = self.o_proj(mixed.reshape(S, A, count, -1))
         return out
 
 
@@ -86,13 +98,11 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(
-        self, slots_SABH: Tensor, context: KeysValues, visible_SA: Tensor, table: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """The slots' states after this layer."""
-        attended = self.self_attn(self.input_layernorm(slots_SABH), context, visible_SA, table)
-        slots_SABH = slots_SABH + attended
-        out: Tensor = slots_SABH + self.mlp(self.post_attention_layernorm(slots_SABH))
+    def forward(self, slots_SABH: Tensor, context: KeysValues, place: "Place", count: int) -> Tensor:
+        """The states of the block's first `count` slots after this layer."""
+        attended = self.self_attn(self.input_layernorm(slots_SABH), context, place, count)
+        slots_SACH = slots_SABH[:, :, :count] + attended
+        out: Tensor = slots_SACH + self.mlp(self.post_attention_layernorm(slots_SACH))
         return out
 
 
@@ -129,17 +139,23 @@ class Drafter(nn.Module):
         table = rope_table(positions, self.shape.head_dim, self.shape.rope_theta, self.shape.rope_scaling)
         return [layer.self_attn.keys_values(context, table) for layer in self.layers]
 
-    def forward(self, embedded_SABH: Tensor, context: list[KeysValues], anchors_SA: Tensor) -> Tensor:
+    def forward(
+        self, embedded_SABH: Tensor, context: list[KeysValues], anchors_SA: Tensor, max_slots: int | None = None
+    ) -> Tensor:
         """Normalised slot states (S, A, B, H), ready for the target's head.
 
         `embedded_SABH` are the embeddings of [anchor's token, mask, …]; a block sees the context positions
-        before its anchor (`anchors_SA`, positions in the sample), and slot j stands at anchor + j.
+        before its anchor (`anchors_SA`, positions in the sample), and slot j stands at anchor + j. With `max_slots`
+        only the anchor's and that many further slots come out: the last layer computes no others.
         """
+        num_slots = embedded_SABH.shape[2]
+        last = num_slots if max_slots is None else min(num_slots, max_slots + 1)
         offsets = torch.arange(embedded_SABH.shape[2], device=anchors_SA.device)
         positions = anchors_SA[..., None] + offsets
         table = rope_table(positions, self.shape.head_dim, self.shape.rope_theta, self.shape.rope_scaling)
+        place = Place(anchors_SA, table)
         slots = embedded_SABH
-        for layer, keys_values in zip(self.layers, context, strict=True):
-            slots = layer(slots, keys_values, anchors_SA, table)
+        for number, (layer, keys_values) in enumerate(zip(self.layers, context, strict=True), 1):
+            slots = layer(slots, keys_values, place, last if number == len(context) else num_slots)
         out: Tensor = self.norm(slots)
         return out

@@ -26,9 +26,11 @@ class DraftPass(nn.Module):
         super().__init__()
         self.drafter = drafter
 
-    def forward(self, states_STLH: Tensor, slots_SABH: Tensor, anchors_SA: Tensor) -> Tensor:
-        """Normalised slot states (S, A, B, H)."""
-        out: Tensor = self.drafter(slots_SABH, self.drafter.read_context(states_STLH), anchors_SA)
+    def forward(
+        self, states_STLH: Tensor, slots_SABH: Tensor, anchors_SA: Tensor, max_slots: int | None = None
+    ) -> Tensor:
+        """Normalised slot states (S, A, B, H), or the first of each block (see `Drafter`)."""
+        out: Tensor = self.drafter(slots_SABH, self.drafter.read_context(states_STLH), anchors_SA, max_slots)
         return out
 
 
@@ -45,7 +47,7 @@ def draft_loss(
     blocks = make_blocks(batch.input_ids, batch.loss_mask, micro_batch.anchors_SA, shape.block_size)
     with torch.autocast(frozen.device.type, dtype, enabled=dtype != torch.float32):
         slots_SABH = frozen.embed_blocks(blocks.tokens_SA, shape)
-        states_SABH = draft(batch.hidden_STLH, slots_SABH, blocks.anchors_SA)
+        states_SABH = draft(batch.hidden_STLH, slots_SABH, blocks.anchors_SA, objective.max_slots)
     weigh = partial(weigh_slots, settings=objective)
     soft = None
     if objective.distill > 0:

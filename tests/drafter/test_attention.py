@@ -16,6 +16,7 @@ SIZES = st.fixed_dictionaries(
         "S": st.integers(1, 3),
         "A": st.integers(1, 6),
         "B": st.integers(1, 5),
+        "C": st.integers(1, 5),
         "K": st.integers(1, 3),
         "G": st.integers(1, 3),
         "D": st.sampled_from([2, 8, 64]),
@@ -27,8 +28,9 @@ SIZES = st.fixed_dictionaries(
 def draw(sizes: dict[str, int], seed: int) -> tuple[list[Tensor], Tensor]:
     """Query, context's key and value, block's key and value (float32), and what each block sees: nothing to all."""
     S, A, B, K, G, D, T = (sizes[name] for name in "SABKGDT")
+    C = min(B, sizes["C"])  # the slots that ask
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(S, A, B, K, G, D), (S, T, K, D), (S, T, K, D), (S, A, B, K, D), (S, A, B, K, D)]
+    shapes = [(S, A, C, K, G, D), (S, T, K, D), (S, T, K, D), (S, A, B, K, D), (S, A, B, K, D)]
     tensors = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     visible_SA = torch.randint(T + 1, (S, A), generator=generator)
     visible_SA[0, 0], visible_SA[-1, -1] = 0, T
@@ -37,19 +39,19 @@ def draw(sizes: dict[str, int], seed: int) -> tuple[list[Tensor], Tensor]:
 
 def attend_slowly(tensors: list[Tensor], visible_SA: Tensor) -> Tensor:
     query, context_key, context_value, key, value = tensors
-    S, A, B, K, G, D = query.shape
+    S, A, C, K, G, D = query.shape
     out = []
     for s in range(S):
         for a in range(A):
             seen = int(visible_SA[s, a])
-            for b in range(B):
+            for c in range(C):
                 for k in range(K):
                     keys = torch.cat([context_key[s, :seen, k], key[s, a, :, k]])
                     values = torch.cat([context_value[s, :seen, k], value[s, a, :, k]])
                     for g in range(G):
-                        weights = (keys @ query[s, a, b, k, g] / math.sqrt(D)).exp()
+                        weights = (keys @ query[s, a, c, k, g] / math.sqrt(D)).exp()
                         out.append(weights @ values / weights.sum())
-    return torch.stack(out).view(S, A, B, K, G, D)
+    return torch.stack(out).view(S, A, C, K, G, D)
 
 
 def attend(tensors: list[Tensor], visible_SA: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def test_output_and_gradients_are_those_of_the_formula(sizes: dict[str, int], se
     gradient = torch.randn(exact.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     expected = torch.autograd.grad(exact, exact_tensors, gradient, materialize_grads=True)
 
-    numbers_of_one = sizes["S"] * sizes["B"] * sizes["G"] * sizes["T"]
+    numbers_of_one = sizes["S"] * min(sizes["B"], sizes["C"]) * sizes["G"] * sizes["T"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_MASK_NUMBERS", at_once * numbers_of_one)
         found = attend(tensors, visible_SA)
@@ -84,7 +86,7 @@ def test_the_dense_way_gives_the_same(sizes: dict[str, int], seed: int) -> None:
 
 
 def test_bfloat16_is_right_within_its_rounding() -> None:
-    sizes = {"S": 2, "A": 9, "B": 8, "K": 3, "G": 3, "D": 64, "T": 70}
+    sizes = {"S": 2, "A": 9, "B": 8, "C": 8, "K": 3, "G": 3, "D": 64, "T": 70}
     tensors, visible_SA = draw(sizes, 3)
     low = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
     exact_tensors = [tensor.detach().double().requires_grad_() for tensor in low]

@@ -51,7 +51,7 @@ def fast_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: O
     blocks = make_blocks(ids_ST, mask_ST, pad_anchors(anchors), drafter.shape.block_size)
     target = frozen()
     slots = target.embed_blocks(blocks.tokens_SA, drafter.shape)
-    out = drafter(slots, drafter.read_context(states_STLH), blocks.anchors_SA)
+    out = drafter(slots, drafter.read_context(states_STLH), blocks.anchors_SA, objective.max_slots)
     return block_loss(out, blocks, target.head_VH, partial(weigh_slots, settings=objective), objective.max_slots)
 
 
@@ -68,23 +68,24 @@ def slow_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: O
         normed = sample_logits(w, drafter.shape, states.double(), ids, positions.tolist(), target.embedding_VH.double())
         logits = normed @ target.head_VH.double().T
         for a, anchor in enumerate(positions.tolist()):
-            terms = block_terms(logits[a], ids.tolist(), mask.tolist(), anchor)
+            terms = block_terms(logits[a], ids.tolist(), mask.tolist(), anchor)[: objective.max_slots]
             factors = weights(objective.weights, [float(term) for term in terms], gamma, alpha)
             total = total + sum(f * term for f, term in zip(factors, terms, strict=True))
             weight += sum(factors)
     return total, weight
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(2, 17), min_size=1, max_size=3),
     kind=st.sampled_from(KINDS),
     count=st.integers(1, 9),
     block_size=st.integers(2, 6),
+    max_slots=st.none() | st.integers(1, 5),
     seed=st.integers(0, 1000),
 )
-def test_loss_and_gradients_equal_the_slow_reference(lengths, kind, count, block_size, seed) -> None:
-    objective = ObjectiveSettings(weights=kind)
+def test_loss_and_gradients_equal_the_slow_reference(lengths, kind, count, block_size, max_slots, seed) -> None:
+    objective = ObjectiveSettings(weights=kind, max_slots=max_slots)
     samples = make_samples(lengths, seed)
     anchors = [draw_anchors(mask.numpy(), count, (seed, 0, s)) for s, (_, mask, _) in enumerate(samples)]
     fast, slow = make_drafter(seed, block_size=block_size), make_drafter(seed, block_size=block_size).double()
