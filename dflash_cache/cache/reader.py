@@ -25,12 +25,13 @@ from dflash_cache.cache.storage import DamageError, OpenShards
 from dflash_cache.config.settings import RemoteSettings
 from dflash_cache.errors import CacheError
 
+_MAX_OPEN_SHARDS = 128
 _MAX_IDLE_BUFFERS = 4  # those that wait between two batches; more come back only when the read-ahead shrinks
 
 
 @dataclass(frozen=True)
 class Batch:
-    """S samples padded to the longest, T tokens, on the CPU.
+    """S samples padded to T tokens, the longest or more, on the CPU.
 
     sample, length: (S,) int64; input_ids: (S, T) int64, padded with 0; loss_mask: (S, T) bool, padded with False;
     hidden_STLH: in the cache's dtype, padded with 0.
@@ -48,21 +49,23 @@ class CacheReader:
 
     `direct_io` reads past the page cache where that is possible (see `storage`): for caches larger than memory, on
     disks that are faster than the page cache. A URI as `cache_dir` is read through pyarrow.fs, as `remote` says.
+    Batches have a multiple of `pad_to` tokens, so that few sizes occur.
     """
 
     def __init__(
         self,
         cache_dir: Path | str,
         verify_checksums: bool = True,
-        max_open_shards: int = 128,
         direct_io: bool = False,
         remote: RemoteSettings | None = None,
+        pad_to: int = 1,
     ) -> None:
         self._shards: OpenShards | RemoteShards
         if is_remote(cache_dir):
             self._shards = RemoteShards(str(cache_dir), remote or RemoteSettings())
         else:
-            self._shards = OpenShards(Path(cache_dir), max_open_shards, direct_io)
+            self._shards = OpenShards(Path(cache_dir), _MAX_OPEN_SHARDS, direct_io)
+        self._pad_to = pad_to
         self._manifest = read_manifest(self.tables_dir)
         table = open_index(self.tables_dir)
         self._index = split_columns(table)
@@ -113,7 +116,7 @@ class CacheReader:
         if rows.ndim != 1 or len(rows) == 0 or rows.min() < 0:
             raise IndexError(f"read_batch needs a one-dimensional array of positions from 0, got {rows}")
         length = self._index.length[rows].astype(np.int64)
-        S, T, states = len(rows), int(length.max()), self._states
+        S, T, states = len(rows), -(-int(length.max()) // self._pad_to) * self._pad_to, self._states
         ids = np.zeros((S, T), dtype="<i4")
         mask = np.zeros((S, T), dtype=np.uint8)
         hidden_STLH = self._buffers.lend((S, T, states.num_layers, states.hidden_size), TORCH_DTYPES[states.dtype])

@@ -12,11 +12,13 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.teacher import Teacher
 
 SHORT_ROWS = 240  # below 256, beyond which CPUs' bfloat16 products with a long inner axis are at half their speed
+ROW_STEP = 40  # rows are filled up to a multiple: a CPU builds a bfloat16 product anew for each size, in milliseconds
 PIECE_LOGITS = 1 << 19  # 2 MB in float32: the second-level cache of a core or two
 LONG_LOGITS = 6_000_000  # of one chunk: 24 MB in float32
 LOWEST_LOGIT = -60.0  # below the highest; e^-60 is nothing in float32, and no product of it is denormal, which is slow
@@ -72,8 +74,10 @@ class ShortWay:
 
     def read(self, states_RH: Tensor, labels_R: Tensor, before_R: Tensor) -> RowTerms:
         """Terms of rows (R, H); the exponentials stay for `pull_back`."""
-        low_RV = self._low[: len(labels_R)]
-        self._head.fill_product(states_RH, low_RV)
+        R = len(labels_R)
+        low_RV = self._low[:R]
+        self._rows = self._low[: min(len(self._low), R + -R % ROW_STEP)]
+        self._head.fill_product(F.pad(states_RH, (0, 0, 0, len(self._rows) - R)), self._rows)
         highest_R = low_RV.amax(dim=1)
         label_logit_R = low_RV.gather(1, labels_R[:, None])[:, 0]
         correct_R = _labels_chosen(low_RV, labels_R, label_logit_R == highest_R)
@@ -85,7 +89,7 @@ class ShortWay:
     def pull_back(self, weights_R: Tensor) -> Tensor:
         """The gradient (R, H), float32, of Σ weight · loss of the rows that were read last."""
         weight_VH, labels_R = self._head.weight_VH, self._labels_R
-        gradient_RH = (self._low[: len(labels_R)] @ weight_VH).float().mul_((weights_R / self._total_R)[:, None])
+        gradient_RH = (self._rows @ weight_VH)[: len(labels_R)].float().mul_((weights_R / self._total_R)[:, None])
         gradient_RH.addcmul_(weight_VH[labels_R].float(), weights_R[:, None], value=-1)
         return gradient_RH.mul_(self._head.scale)
 

@@ -4,6 +4,8 @@ One module, because what shards a drafter's weights has to know when a pass begi
 (`sharding`), and the drafter has two ways in: the context's and the blocks'.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -17,6 +19,21 @@ from dflash_cache.drafter.loss import BlockLoss, block_loss
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import weigh_slots
 from dflash_cache.train.stream import MicroBatch
+
+
+@contextmanager
+def shared_casts() -> Iterator[None]:
+    """In the block autocast's copies of the weights serve all passes with gradients; no weight may change meanwhile.
+
+    Autocast forgets them when the outermost of its blocks ends, so this counts as one, but casts nothing by itself.
+    A pass without gradients would leave copies without them: it has to stay outside.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 class DraftPass(nn.Module):

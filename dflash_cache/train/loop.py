@@ -8,7 +8,7 @@ wherever they were computed. Every rank makes every move; the first one writes.
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from dflash_cache.data.plan import EpochPlan
 from dflash_cache.errors import RunError
 from dflash_cache.train.average import update_average
 from dflash_cache.train.checkpoint import best_mark, best_score, mark_best, save_checkpoint
-from dflash_cache.train.forward import draft_loss
+from dflash_cache.train.forward import draft_loss, shared_casts
 from dflash_cache.train.metrics import Record, Sink, StepSums
 from dflash_cache.train.mix import NO_BUCKET, EpochMix, tabulate_step
 from dflash_cache.train.noise import add_noise, noise_level
@@ -29,7 +29,7 @@ from dflash_cache.train.pace import Pace
 from dflash_cache.train.ranks import Ranks
 from dflash_cache.train.sampler import EpochOrder, buffer_fill
 from dflash_cache.train.schedules import learning_rate
-from dflash_cache.train.setup import VALIDATION_EPOCH, TrainingRun, open_run, plan_training_epoch, write_plan
+from dflash_cache.train.setup import PAD_TO, VALIDATION_EPOCH, TrainingRun, open_run, plan_training_epoch, write_plan
 from dflash_cache.train.sharded_checkpoint import save_sharded
 from dflash_cache.train.sharding import own_part, pass_nothing, sum_after_backward, whole_weights
 from dflash_cache.train.signals import StopRequest
@@ -143,11 +143,16 @@ def micro_batch_stream(
     manifest = run.reader.manifest
     draw = AnchorDraw(settings.anchors_per_sample, settings.seed, epoch, settings.max_anchors)
     token_bytes = len(manifest.layer_ids) * manifest.hidden_size * (4 if manifest.dtype == "float32" else 2)
-    items = ((place, int(plan.padded_tokens[place]) * token_bytes) for place in places)
+
+    def size(place: int) -> int:
+        num_samples = len(plan.rows_of(place))
+        longest = int(plan.padded_tokens[place]) // num_samples
+        return num_samples * (longest + -longest % PAD_TO) * token_bytes
 
     def load(place: int) -> MicroBatch:
         return load_micro_batch(run.read_batch, plan.rows_of(place), int(plan.bucket[place]), draw)
 
+    items = ((place, size(place)) for place in places)
     return ReadAhead(items, load, settings.reader_threads, settings.read_ahead_bytes)
 
 
@@ -207,12 +212,13 @@ def make_passes(run: TrainingRun, part: StepInput, sums: StepSums) -> list[torch
     losses: list[torch.Tensor] = []
     with run.ranks.explain_losses(), whole_weights(run.draft):
         cap_weight = weigh_entropy(run, part)
-        for micro_batch in inputs(run, part):
-            sum_after_backward(run.draft, last=len(losses) == len(part.micro_batches) - 1)
-            loss = draft_loss(run.draft, run.frozen, micro_batch, run.config.objective, cap_weight)
-            loss.loss_sum.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.loss_sum.detach())
-            sums.add(loss, micro_batch.bucket)
+        with nullcontext() if run.is_sharded else shared_casts():  # a sharded weight is gathered anew for each pass
+            for micro_batch in inputs(run, part):
+                sum_after_backward(run.draft, last=len(losses) == len(part.micro_batches) - 1)
+                loss = draft_loss(run.draft, run.frozen, micro_batch, run.config.objective, cap_weight)
+                loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.loss_sum.detach())
+                sums.add(loss, micro_batch.bucket)
         if not losses:
             pass_nothing(run.draft)
     return losses

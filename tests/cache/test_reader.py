@@ -232,14 +232,31 @@ def test_positions_outside_the_index_are_our_own_mistake(tmp_path: Path) -> None
         reader.read_batch(np.array([0]))
 
 
-def test_threads_that_share_a_reader_get_the_same_bits_and_few_descriptors_stay_open(tmp_path: Path) -> None:
+def test_batches_padded_to_a_multiple_hold_the_same_and_zeros(tmp_path: Path) -> None:
+    make_cache(tmp_path, [1 + i % 13 for i in range(40)], per_shard=2)
+    with CacheReader(tmp_path) as reader, CacheReader(tmp_path, pad_to=8) as padding:
+        for rows in (np.array([0]), np.array([3, 7, 5]), np.array([12, 25, 38])):
+            for _ in range(2):  # the second time into memory that held the first
+                one, other = reader.read_batch(rows), padding.read_batch(rows)
+                T, padded = one.input_ids.shape[1], other.input_ids.shape[1]
+                assert padded == -(-T // 8) * 8
+                for name in ("input_ids", "loss_mask", "hidden_STLH"):
+                    assert torch.equal(getattr(other, name)[:, :T], getattr(one, name))
+                    assert not getattr(other, name)[:, T:].any()
+                padding.read_batch(np.array([12, 12, 12]))
+
+
+def test_threads_that_share_a_reader_get_the_same_bits_and_few_descriptors_stay_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_cache(tmp_path, [1 + i % 13 for i in range(40)], per_shard=2)
     random = np.random.default_rng(0)
     batches = [random.integers(0, 40, size=7) for _ in range(60)]
     before = count_descriptors()
     with CacheReader(tmp_path) as reader:
         expected = [reader.read_batch(rows) for rows in batches]
-    with CacheReader(tmp_path, max_open_shards=3) as reader, ThreadPoolExecutor(6) as threads:
+    monkeypatch.setattr("dflash_cache.cache.reader._MAX_OPEN_SHARDS", 3)
+    with CacheReader(tmp_path) as reader, ThreadPoolExecutor(6) as threads:
         found = list(threads.map(reader.read_batch, batches * 4))
         assert count_descriptors() <= before + 3
     assert count_descriptors() == before
