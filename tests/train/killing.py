@@ -58,7 +58,12 @@ class Command:
 
     def half_saved(self) -> set[str]:
         """Checkpoints in all runs' folders that are being written, or were when their writer was killed."""
-        return {str(path) for path in self.folder.rglob("checkpoints/.*.partial")}
+        found = set()
+        for place, folders, files in os.walk(self.folder):  # unlike a glob it minds no folder that vanishes meanwhile
+            if place.endswith("/checkpoints"):
+                names = (name for name in (*folders, *files) if name.startswith(".") and name.endswith(".partial"))
+                found |= {f"{place}/{name}" for name in names}
+        return found
 
 
 def run_whole(command: Command) -> float:
