@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """The normalised states (…, size)."""
-        if states.is_cuda:
+        if states.device.type != "cpu":
             return F.rms_norm(states, self.weight.shape, self.weight.to(states.dtype), self.eps)
         normed: Tensor = _RMSNorm.apply(states, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return normed
