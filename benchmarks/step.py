@@ -32,12 +32,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from dflash_cache.config.dtypes import fastest_dtype
 from dflash_cache.config.settings import ObjectiveSettings
 from dflash_cache.drafter.anchors import Blocks, draw_anchors, make_blocks, pad_anchors
-from dflash_cache.drafter.attention import rotary_table, rotate
 from dflash_cache.drafter.frozen import FrozenTarget
 from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.loss import block_loss
 from dflash_cache.drafter.model import Drafter, DraftLayer
 from dflash_cache.drafter.objective import weigh_slots
+from dflash_cache.drafter.rope import rotary_table, rotate
 from dflash_cache.drafter.shape import DrafterShape
 
 SMOLLM2 = DrafterShape(

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dflash_cache.drafter.attention import attend_blocks, rotate
+from dflash_cache.drafter.attention import attend_blocks
 from dflash_cache.drafter.gate import gate
 from dflash_cache.drafter.norm import RMSNorm
-from dflash_cache.drafter.rope import rope_table
+from dflash_cache.drafter.rope import rope_table, rotate
 from dflash_cache.drafter.shape import DrafterShape
 
 KeysValues = tuple[Tensor, Tensor]

@@ -4,7 +4,7 @@ Three scalings are fixed sets of frequencies that z-lab's package, SGLang and vL
 linear, llama3, and YaRN in its plain form. What depends on the length of the text (dynamic, longrope), what has several
 dimensions (Qwen-VL's mrope, which for text is the plain rope), and YaRN with factors of its own for the attention
 (DeepSeek's mscale, gpt-oss's truncate; programs differ in them) is replaced by the plain rope: a drafter learns its own
-layers, and needs positions that are the same in training and serving. Frequencies are transformers' own.
+layers, and needs positions that are the same in training and serving. Scaled frequencies are transformers' own.
 """
 
 import json
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-from dflash_cache.drafter.attention import rotary_table
 
 # The parameters that each carried scaling has; with any other one that is set it is another scaling.
 CARRIED = {
@@ -48,6 +46,44 @@ def rope_table(positions: Tensor, head_dim: int, theta: float, scaling: Scaling 
     angles = positions[..., None].float() * frequencies.to(positions.device)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos() * factor, angles.sin() * factor
+
+
+def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (…, D) in float32 of the rotary embedding at integer `positions` (…)."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions[..., None].float() * theta**-exponents
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(vectors: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate (…, heads, D) by a table (…, D): halves as pairs, as in Llama and Qwen."""
+    cos, sin = (part[..., None, : part.shape[-1] // 2].to(vectors.dtype) for part in table)
+    rotated: Tensor = _Rotation.apply(vectors, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """Each pair by its angle; the gradient turns back by the same. Two passes over the vectors instead of six."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(vectors, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradients[0], cos, sin, -1), None, None
+
+
+def _turn(vectors: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    turned = torch.empty_like(vectors, memory_format=torch.contiguous_format)
+    first, second = vectors.chunk(2, dim=-1)
+    to_first, to_second = turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-way)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin, value=way)
+    return turned
 
 
 @lru_cache(maxsize=4)

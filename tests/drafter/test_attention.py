@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dflash_cache.drafter import attention
-from dflash_cache.drafter.attention import attend_blocks, attend_densely, rotary_table, rotate
+from dflash_cache.drafter.attention import attend_blocks, attend_densely
+from dflash_cache.drafter.rope import rotary_table, rotate
 
 SIZES = st.fixed_dictionaries(
     {

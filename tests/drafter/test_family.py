@@ -1,9 +1,8 @@
 """What a family does around its layers, by its config; `test_architectures` compares with the models."""
 
-from typing import Any
-
 import pytest
 import torch
+from drafter.tiny_drafter import SIZES
 from transformers import (
     AfmoeConfig,
     Cohere2Config,
@@ -31,15 +30,6 @@ from dflash_cache.drafter.family import (
     softcap_of,
 )
 from dflash_cache.errors import TargetError
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 9,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 333,
-}
 
 
 @pytest.mark.parametrize(

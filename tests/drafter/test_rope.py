@@ -12,10 +12,9 @@ from transformers import AutoConfig, DeepseekV3Config, GptOssConfig, LlamaConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_cache.config.settings import DrafterSettings
-from dflash_cache.drafter.attention import rotary_table
 from dflash_cache.drafter.export import export_zlab, read_export
 from dflash_cache.drafter.family import rope_parameters_of
-from dflash_cache.drafter.rope import carried_scaling, rope_table
+from dflash_cache.drafter.rope import carried_scaling, rope_table, rotary_table
 from dflash_cache.drafter.shape import shape_from_target
 
 SCALINGS: list[dict[str, Any]] = [

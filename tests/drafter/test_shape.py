@@ -1,8 +1,7 @@
 from itertools import pairwise
-from typing import Any
 
 import pytest
-from drafter.tiny_drafter import TINY
+from drafter.tiny_drafter import SIZES, TINY
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
@@ -20,15 +19,6 @@ from dflash_cache.drafter.shape import (
     spread_layer_ids,
 )
 from dflash_cache.errors import ConfigError
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 9,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 333,
-}
 
 
 def shape_of(target: PretrainedConfig, **settings: object) -> DrafterShape:

@@ -1,11 +1,21 @@
-"""A small drafter of odd sizes for tests."""
+"""A small drafter of odd sizes for tests, and a target's sizes in a config."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import DrafterShape
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 333,
+}
 
 TINY = DrafterShape(
     hidden_size=16,

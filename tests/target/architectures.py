@@ -1,25 +1,12 @@
 """Tiny random targets of many families: their configs, by name."""
 
 from collections.abc import Callable
-from typing import Any
 
 import transformers as t
+from conftest import COMMON
 from transformers import PretrainedConfig
 
-NUM_LAYERS = 6
-SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
-    "initializer_range": 0.2,
-}
-GROUPED = {**SMALL, "num_key_value_heads": 2}
+GROUPED = {**COMMON, "num_key_value_heads": 2}
 HEADS = {**GROUPED, "head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ALTERNATING = ["sliding_attention", "full_attention"] * 3
@@ -66,10 +53,10 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "mistral": lambda: t.MistralConfig(**GROUPED, sliding_window=8),
     "mixtral": lambda: t.MixtralConfig(**GROUPED, num_local_experts=4),
-    "phi": lambda: t.PhiConfig(**SMALL),  # a head with a bias
+    "phi": lambda: t.PhiConfig(**COMMON),  # a head with a bias
     "phi3": lambda: t.Phi3Config(**GROUPED),
     "phimoe": lambda: t.PhimoeConfig(**GROUPED, num_local_experts=4, lm_head_bias=True),
-    "gpt-neox": lambda: t.GPTNeoXConfig(**SMALL),
+    "gpt-neox": lambda: t.GPTNeoXConfig(**COMMON),
     "gpt-oss": lambda: t.GptOssConfig(
         **HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, layer_types=ALTERNATING
     ),
@@ -78,7 +65,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **HEADS, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1
     ),
     "deepseek-v3": lambda: t.DeepseekV3Config(
-        **{**SMALL, "num_key_value_heads": 4},
+        **{**COMMON, "num_key_value_heads": 4},
         **LATENT,
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -92,7 +79,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "granite": lambda: t.GraniteConfig(**GROUPED, embedding_multiplier=12.3, logits_scaling=8.0),
     "granite-moe": lambda: t.GraniteMoeConfig(**GROUPED, num_local_experts=4, embedding_multiplier=12.0),
     "falcon": lambda: t.FalconConfig(
-        **{key: value for key, value in SMALL.items() if key != "intermediate_size"}, new_decoder_architecture=False
+        **{key: value for key, value in COMMON.items() if key != "intermediate_size"}, new_decoder_architecture=False
     ),
     "falcon-h1": lambda: t.FalconH1Config(
         **HEADS,
@@ -137,9 +124,9 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 # Not one forward, so not one cache: learned or no positions, states beside the tokens', an encoder.
 REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
     "gpt2": (lambda: t.GPT2Config(vocab_size=128, n_embd=32, n_layer=6, n_head=4), "has no rope_theta in its config"),
-    "opt": (lambda: t.OPTConfig(**{**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}), "has no rope_theta"),
+    "opt": (lambda: t.OPTConfig(**{**COMMON, "ffn_dim": 48, "word_embed_proj_dim": 32}), "has no rope_theta"),
     "t5": (lambda: t.T5Config(vocab_size=128, d_model=32, d_kv=8, d_ff=48, num_heads=4), "is an encoder-decoder"),
     "bart": (lambda: t.BartConfig(vocab_size=128, d_model=32), "is an encoder-decoder"),
     "gemma3n": (lambda: t.Gemma3nTextConfig(**HEADS), "carries 4 states a token from layer to layer"),
-    "modernbert": (lambda: t.ModernBertConfig(**SMALL), "has no causal language model in transformers"),
+    "modernbert": (lambda: t.ModernBertConfig(**COMMON), "has no causal language model in transformers"),
 }

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_tokenizer
-from target.architectures import FAMILIES, NUM_LAYERS, REFUSED
+from conftest import NUM_LAYERS, save_tokenizer
+from target.architectures import FAMILIES, REFUSED
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
