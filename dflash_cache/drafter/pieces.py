@@ -4,9 +4,9 @@ Of a row's logits z hard labels need log Σ e^z, the label's own logit, whether 
 the mean Σ p_v · weight_v under the row's distribution p. As in flash attention (arXiv 2205.14135), with the head as
 keys and values, each piece gives a softmax, a sum and a mean of its own, and the pieces are joined by their sums.
 
-On a CPU a product's speed depends on its shape more than on anything else. Measured with bfloat16 on two cores with AMX
-and 576 inputs: 1.5 T/s up to 560 rows by pieces of 1,024, 1.9 T/s from 1,536 rows on, half of that between and with
-longer pieces. `count_parts` keeps to the fast ones.
+On a CPU a product's speed depends on its shape more than on anything else: bfloat16 products of 600 to 1,500 rows with
+a long inner axis run at half the speed of those of fewer or more (two cores with AMX), so rows are read in parts that
+are few or many.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dflash_cache.drafter.head import Head
 
-FEW_ROWS, FEW_PIECE = 560, 1024
+FEW_ROWS, FEW_PIECE = 560, 8192
 MANY_ROWS, MANY_PIECE = 1536, 2048
 MOST_ROWS = 2 * MANY_ROWS  # one row more makes two parts that are still many
 ROW_STEP = 40  # rows are filled up to a multiple: a CPU builds a bfloat16 product anew for each size, in milliseconds
@@ -54,19 +54,36 @@ def read_head(head: Head, states_RH: Tensor, labels_R: Tensor, wants_mean: bool)
     labels = _Labels(labels_R, vocab_size, width)
     log_total_R = torch.full((len(rows_RH),), -torch.inf, device=rows_RH.device)
     mean_RH = torch.zeros(rows_RH.shape, device=rows_RH.device) if wants_mean else None
+    piece_mean_RH, wide_RH = _room("mean", *rows_RH.shape, rows_RH), _room("wide", *rows_RH.shape, log_total_R)
     for begin in range(0, vocab_size, width):
         piece = head.cut(begin, begin + width)
-        logits_RP = _room(len(rows_RH), len(piece.weight_VH), rows_RH.dtype, rows_RH.device)
+        logits_RP = _room("logits", len(rows_RH), len(piece.weight_VH), rows_RH)
         piece.fill_product(rows_RH, logits_RP)
-        highest_R = logits_RP.amax(dim=1)
+        highest_R = _highest(logits_RP)
         labels.look_at(logits_RP, highest_R, begin)
         p_RP = torch.softmax(logits_RP, dim=1, out=logits_RP)
-        piece_total_R = highest_R.float() - p_RP.amax(dim=1).float().log_()  # the highest's p is e^0 / total
+        piece_total_R = highest_R - _highest(p_RP).log_()  # the highest's p is e^0 / total
         log_total_R = torch.logaddexp(log_total_R, piece_total_R)
         if mean_RH is not None:
             share_R = (piece_total_R - log_total_R).exp_()
-            mean_RH.lerp_((p_RP @ piece.weight_VH).float(), share_R[:, None])
+            wide_RH.copy_(torch.mm(p_RP, piece.weight_VH, out=piece_mean_RH))
+            mean_RH.lerp_(wide_RH, share_R[:, None])
     return HeadReading(log_total_R[:R], None if mean_RH is None else mean_RH[:R], labels.logit_R, labels.are_chosen())
+
+
+def _highest(values_RP: Tensor) -> Tensor:
+    """The highest of each row, float32.
+
+    A CPU has no fast maximum of bfloat16. Of positive ones the bits, as a whole number, are in the same order; of
+    negative ones, which are lower as whole numbers too, in the reverse.
+    """
+    if values_RP.dtype != torch.bfloat16 or values_RP.device.type != "cpu":
+        return values_RP.amax(dim=1).float()
+    bits_RP = values_RP.view(torch.int16)
+    highest_R = bits_RP.amax(dim=1)
+    if (highest_R < 0).any():
+        highest_R = torch.where(highest_R < 0, bits_RP.amin(dim=1), highest_R)
+    return highest_R.view(torch.bfloat16).float()
 
 
 class _Labels:
@@ -85,17 +102,22 @@ class _Labels:
         """Take the next piece's logits and their highest; rows beyond the labels' are ignored."""
         rows = next(self._rows_by_piece)
         columns = self._labels_R[rows] - begin
-        logits = logits_RP[rows]
-        self.logit_R[rows] = own = logits.gather(1, columns[:, None])[:, 0].float()
-        self._leads_R[rows] = (logits.argmax(dim=1) == columns) & (own > self._highest_R[rows])
-        torch.maximum(self._highest_R, highest_R[: len(self._highest_R)].float(), out=self._highest_R)
+        self.logit_R[rows] = own = logits_RP[rows, columns].float()
+        leads = (own == highest_R[rows]) & (own > self._highest_R[rows])
+        rows, columns = rows[leads], columns[leads]
+        self._leads_R[rows] = logits_RP[rows].argmax(dim=1) == columns
+        torch.maximum(self._highest_R, highest_R[: len(self._highest_R)], out=self._highest_R)
 
     def are_chosen(self) -> Tensor:
         """(R,): the label is the argmax; to be asked after the last piece."""
         return self._leads_R & (self.logit_R == self._highest_R)
 
 
-@lru_cache(maxsize=4)
-def _room(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a piece's logits, kept from call to call: touching fresh memory costs more than a pass over it."""
+def _room(whose: str, rows: int, width: int, like: Tensor) -> Tensor:
+    return _keep_room(whose, rows, width, like.dtype, like.device)
+
+
+@lru_cache(maxsize=8)
+def _keep_room(whose: str, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory kept from call to call: touching fresh memory of this size costs more than a pass over it."""
     return torch.empty(rows, width, dtype=dtype, device=device)

@@ -108,7 +108,7 @@ def test_chunks_of_the_head_change_nothing(kind: str, monkeypatch: pytest.Monkey
     samples = make_samples([17, 9], 3)
     anchors = [draw_anchors(mask.numpy(), 8, (0, 0, s)) for s, (_, mask, _) in enumerate(samples)]
     results = []
-    for rows, piece in ((560, 1024), (1, 1), (10, 7)):
+    for rows, piece in ((560, 8192), (1, 1), (10, 7)):
         monkeypatch.setattr(pieces, "FEW_ROWS", rows)
         monkeypatch.setattr(pieces, "FEW_PIECE", piece)
         drafter = make_drafter()
