@@ -54,7 +54,8 @@ def read_head(head: Head, states_RH: Tensor, labels_R: Tensor, wants_mean: bool)
     labels = _Labels(labels_R, vocab_size, width)
     log_total_R = torch.full((len(rows_RH),), -torch.inf, device=rows_RH.device)
     mean_RH = torch.zeros(rows_RH.shape, device=rows_RH.device) if wants_mean else None
-    piece_mean_RH, wide_RH = _room("mean", *rows_RH.shape, rows_RH), _room("wide", *rows_RH.shape, log_total_R)
+    piece_mean_RH = _room("mean", len(rows_RH), rows_RH.shape[1], rows_RH)
+    wide_RH = _room("wide", len(rows_RH), rows_RH.shape[1], log_total_R)
     for begin in range(0, vocab_size, width):
         piece = head.cut(begin, begin + width)
         logits_RP = _room("logits", len(rows_RH), len(piece.weight_VH), rows_RH)
