@@ -4,38 +4,42 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from dflash_cache.drafter import pieces
 from dflash_cache.drafter.head import Head
 
 
-@settings(max_examples=60)
+@settings(max_examples=80)
 @given(
     num_rows=st.integers(0, 90),
     vocab_size=st.integers(2, 70),
     width=st.integers(1, 80),
-    has_bias=st.booleans(),
+    shift=st.sampled_from((None, 0, -40, 40)),
     scale=st.sampled_from((1.0, 0.5)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
     seed=st.integers(0, 1000),
 )
-def test_sum_mean_and_argmax_are_those_of_all_logits(num_rows, vocab_size, width, has_bias, scale, seed) -> None:
+def test_sum_mean_and_argmax_are_those_of_all_logits(*, num_rows, vocab_size, width, shift, scale, dtype, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # small whole numbers: equal logits are common, and products exact
-    states_RH, weight_VH, bias_V = (
-        torch.randint(-2, 3, shape, generator=generator).float()
-        for shape in ((num_rows, 5), (vocab_size, 5), (vocab_size,))
-    )
+
+    def small(*shape: int) -> Tensor:  # whole numbers: equal logits are common, and exact in bfloat16 too
+        return torch.randint(-2, 3, shape, generator=generator).double()
+
+    states_RH, weight_VH, bias_V = small(num_rows, 5), small(vocab_size, 5), small(vocab_size)
     labels_R = torch.randint(vocab_size, (num_rows,), generator=generator)
-    head = Head(weight_VH, bias_V if has_bias else None, scale)
+    bias_V = None if shift is None else bias_V + shift
+    head = Head(weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype), scale)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "FEW_PIECE", width)
-        found = pieces.read_head(head, states_RH, labels_R, wants_mean=True)
-    logits_RV = scale * (states_RH.double() @ weight_VH.double().T + has_bias * bias_V.double())
-    torch.testing.assert_close(found.log_total_R.double(), logits_RV.logsumexp(1), rtol=1e-6, atol=1e-6)
+        found = pieces.read_head(head, states_RH.to(dtype), labels_R, wants_mean=True)
+    logits_RV = scale * (states_RH @ weight_VH.T + (0 if bias_V is None else bias_V))
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(found.log_total_R.double(), logits_RV.logsumexp(1), rtol=0, atol=tolerance)
     torch.testing.assert_close(found.logit_R.double(), logits_RV.gather(1, labels_R[:, None])[:, 0])
     assert found.chosen_R.tolist() == (logits_RV.argmax(1) == labels_R).tolist()
-    mean_RH = logits_RV.softmax(1) @ weight_VH.double()
-    torch.testing.assert_close(found.mean_RH.double(), mean_RH, rtol=1e-5, atol=1e-5)
+    mean_RH = logits_RV.softmax(1) @ weight_VH
+    torch.testing.assert_close(found.mean_RH.double(), mean_RH, rtol=0, atol=4 * tolerance)
 
 
 def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
