@@ -78,7 +78,7 @@ def _read_gguf(gguf_file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
         from gguf import GGUFReader  # an extra's package
 
         with redirect_stderr(io.StringIO()):  # a progress bar that ignores transformers' own switch
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, for once
                 folder, gguf_file=name, dtype=torch.float32, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
@@ -92,6 +92,8 @@ def _read_gguf(gguf_file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
             f"The GGUF file {gguf_file} cannot be read ({first_line(error)}): fetch it again, or use a model of a "
             "family that transformers reads from GGUF."
         ) from None
+    model: PreTrainedModel
+    model, report = loaded
     lost = _find_lost(model.config, sorted(report["missing_keys"]), reader)
     if lost:
         raise TargetError(f"transformers cannot read all of {gguf_file} ({lost}): use the model's original checkpoint.")
