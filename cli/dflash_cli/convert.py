@@ -30,3 +30,6 @@ def convert_target(source: str, out: Path) -> None:
     path = Path(source)
     convert_gguf(path if path.suffix == ".gguf" else bundled_gguf(source), out)
     console.print(f"The target {out} is ready.")
+    template = out / "chat_template.jinja"
+    if not template.is_file():
+        console.print(f"Its file holds no chat template (base models have none): write {template} to go on.")

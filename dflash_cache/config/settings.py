@@ -171,9 +171,10 @@ class DrafterSettings(Settings):
         description="target: its linear, llama3 or plain yarn scaling; none: the plain rope",
     )
     vocab_size: PositiveInt | None = Field(None, description="in the exported config; the embedding is the target's")
-    init: Literal["random", "target-layers"] = Field(
+    init: Literal["random", "target-layers", "auto"] = Field(
         "random",
-        description="target-layers: start from the target's last layers, `fc` passing the deepest captured one through",
+        description="target-layers: start from the target's last layers, `fc` passing the deepest captured one "
+        "through; auto: so if they are like the drafter's, else at random",
     )
     init_from: str | None = Field(
         None,

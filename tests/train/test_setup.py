@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from train.rank_runs import COMPLETE, KILLED, Fate, final_state, run_ranks
 
+from dflash_cache.config.loading import validate_config
 from dflash_cache.config.settings import TrainSettings
 from dflash_cache.data.held_out import split_rows
 from dflash_cache.errors import ConfigError
-from dflash_cache.train.setup import make_optimizers
+from dflash_cache.train.setup import make_optimizers, open_run
 
 
 def options(**changes: object) -> TrainSettings:
@@ -161,3 +162,12 @@ def test_a_muon_run_killed_and_resumed_ends_with_the_same_bits(configure) -> Non
     assert step == other_step
     assert any(name.endswith("momentum_buffer") for name in tensors)
     assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
+
+
+def test_a_run_that_starts_as_auto_chose_is_the_one_that_names_that_way(configure) -> None:
+    named = configure("run")
+    tree = named.model_dump(mode="json")
+    tree["drafter"]["init"] = "auto"
+    with open_run(named) as one, open_run(validate_config({**tree, "run_dir": f"{named.run_dir}-2"}, "test")) as other:
+        assert one.identity == other.identity
+        assert other.identity["init"] == "target-layers"
