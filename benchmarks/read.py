@@ -5,7 +5,9 @@ all ways run alternately in one process, both threads always at the same way, an
 counts, so that the ratios survive a machine whose speed drifts. Where others use the processors too, the ratios of
 the threads' own processor time tell more (waiting for the GIL is not in them). Cold: the shards' pages are dropped
 from the page cache (as `posix_fadvise` can, without privileges) and the reader reads past it; `dd` with direct I/O
-reads the same files into one small buffer.
+reads the same files into one small buffer. A virtual disk's speed may change twofold within seconds, so each run of the
+one is compared with its neighbour of the other, and the median of these ratios counts; the best of each would compare
+two moments.
 
     python benchmarks/read.py [--gigabytes 1.2 --rounds 9 --folder DIR] [--json]
 
@@ -182,21 +184,38 @@ def measure_warm(cache_dir: Path, peers_dir: Path, rounds: int) -> dict[str, tup
     return {name: (float(wall), float(processor)) for name, (wall, processor) in typical.items()}
 
 
-def measure_cold(cache_dir: Path, rounds: int) -> dict[str, float]:
-    """Best bytes a second of `dd` with direct I/O over the shards, and of the reader past the page cache."""
+def measure_cold(cache_dir: Path, rounds: int) -> tuple[dict[str, float], float]:
+    """Median bytes a second of the reader past the page cache and of `dd`, and the median ratio of neighbouring runs.
+
+    Each goes first in every other round; both read the largest shards first, so that both threads end at once.
+    """
     shards = sorted(cache_dir.glob("bucket-*/*.safetensors"), key=lambda path: -path.stat().st_size)
-    rates: dict[str, list[float]] = {"dd, direct": [], "reader, cold": []}
     with CacheReader(cache_dir, direct_io=True) as reader, ThreadPoolExecutor(THREADS) as pool:
-        num_bytes = int(reader.index.length.sum(dtype=np.int64)) * TOKEN_BYTES
-        order = np.lexsort((reader.index.row, reader.index.shard))
-        for _ in range(rounds):
-            for path in shards:
-                drop_pages(path)
-            rates["reader, cold"].append(
-                num_bytes * THREADS / measure(pool, reader.read_batch, order[:, None])[:, 0].sum()
-            )
-            rates["dd, direct"].append(read_with_dd(shards))
-    return {name: max(found) for name, found in rates.items()}
+        index = reader.index
+        num_bytes = int(index.length.sum(dtype=np.int64)) * TOKEN_BYTES
+        place = {path.relative_to(cache_dir).as_posix(): number for number, path in enumerate(shards)}
+        number = np.array([place[name] for name in index.shard_names])[index.shard]
+        order = np.lexsort((index.row, number))[:, None]
+        ways = {
+            "reader, cold": lambda: num_bytes / time_reads(pool, reader, order),
+            "dd, direct": lambda: read_with_dd(shards),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for at in range(rounds + 1):  # the first round faults the buffers in
+            for name in list(ways)[:: 1 if at % 2 else -1]:
+                for path in shards:
+                    drop_pages(path)
+                rates[name].append(ways[name]())
+    ours, other = (np.array(found[1:]) for found in rates.values())
+    return {name: float(np.median(found[1:])) for name, found in rates.items()}, float(np.median(ours / other))
+
+
+def time_reads(pool: ThreadPoolExecutor, reader: CacheReader, batches: np.ndarray) -> float:
+    """Seconds in which the pool reads all batches; each is dropped as it comes."""
+    started = time.perf_counter()
+    for _ in pool.map(lambda rows: reader.read_batch(rows).length, batches):
+        pass
+    return time.perf_counter() - started
 
 
 def drop_pages(path: Path) -> None:
@@ -235,10 +254,11 @@ def main() -> None:
         seconds = measure_warm(cache_dir, peers_dir, arguments.rounds)
         with CacheReader(cache_dir) as reader:
             num_bytes = int(reader.index.length.sum(dtype=np.int64)) * TOKEN_BYTES
-        cold = measure_cold(cache_dir, arguments.rounds)
+        cold, cold_ratio = measure_cold(cache_dir, arguments.rounds)
     wall = {name: num_bytes / took for name, (took, _) in seconds.items()} | cold
     processor = {name: num_bytes / took for name, (_, took) in seconds.items()}
-    figures, undisturbed = compare(wall), compare(processor)
+    undisturbed = compare(processor)
+    figures = compare(wall) | {"cold_over_direct": cold_ratio}
     console = Console()
     table = Table("way", "GB/s", "of processor time", box=None)
     for name, rate in wall.items():
@@ -254,16 +274,15 @@ def main() -> None:
 
 
 def compare(rates: dict[str, float]) -> dict[str, float]:
-    """The named figures, as far as the rates go."""
+    """The named figures of warm reads."""
     pairs = {
         "warm_over_preadv": ("reader", "preadv"),
         "warm_checked_over_preadv": ("reader, checked", "preadv"),
         "over_safetensors": ("reader, checked", "safetensors"),
         "over_torch_load": ("reader, checked", "torch.load"),
         "batches_over_preadv": ("micro-batches", "preadv"),
-        "cold_over_direct": ("reader, cold", "dd, direct"),
     }
-    return {name: rates[ours] / rates[other] for name, (ours, other) in pairs.items() if ours in rates}
+    return {name: rates[ours] / rates[other] for name, (ours, other) in pairs.items()}
 
 
 if __name__ == "__main__":
