@@ -31,16 +31,14 @@ from threading import local
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
+from synthetic_cache import forget_pages, make_cache
 
-from dflash_cache.cache.index import commit_fragment
-from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
-from dflash_cache.cache.shards import DATA_BEGIN, ShardWriter
+from dflash_cache.cache.shards import DATA_BEGIN
 from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.data.plan import BatchLimits, plan_epoch
 
@@ -59,52 +57,22 @@ GOALS = {
 }
 
 
-def make_cache(cache_dir: Path, peers_dir: Path, num_bytes: float) -> None:
-    """Samples of log-uniform length, a shard a bucket; and the same as a file a sample, in both peers' formats."""
+def draw_lengths(num_bytes: float) -> np.ndarray:
+    """Log-uniform lengths of samples that together take so many bytes, or a little more."""
     random = np.random.default_rng(0)
     lengths: list[int] = []
     while sum(lengths) * TOKEN_BYTES < num_bytes:
         lengths.append(round(np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST)))))
-    bucket_N = np.searchsorted(BOUNDS, lengths)
-    write_manifest(cache_dir, make_manifest(len(lengths)))
-    states = torch.from_numpy(random.integers(0, 2**15, (LONGEST, L, H), np.int16)).view(torch.bfloat16)
-    rows: list[dict[str, Any]] = []
-    for bucket in np.unique(bucket_N).tolist():
-        with ShardWriter(shard_path(cache_dir, bucket, 0), bucket, StateFormat(L, H, "bfloat16")) as writer:
-            for sample in np.flatnonzero(bucket_N == bucket).tolist():
-                length = lengths[sample]
-                ids, mask = torch.arange(length), torch.ones(length, dtype=torch.bool)
-                row, checksum = writer.append(ids, mask, states[:length])
-                place = {"sample": sample, "bucket": bucket, "shard": shard_name(bucket, 0), "row": row}
-                rows.append({**place, "length": length, "loss_tokens": length, "checksum": checksum, "job": bucket})
-                tensors = {"hidden_states": states[:length].clone(), "input_ids": ids}
-                save_file(tensors, peers_dir / f"{sample}.safetensors")
-                torch.save(tensors, peers_dir / f"{sample}.pt")
-            writer.commit()
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    commit_fragment(cache_dir, pa.table(columns | {"checksum": pa.array(columns["checksum"], pa.uint64())}), "all")
+    return np.array(lengths, np.int32)
 
 
-def make_manifest(num_samples: int) -> Manifest:
-    """A manifest of the right sizes, of no target."""
-    unknown = dict.fromkeys(
-        ("target_model", "target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "data_fingerprint"), "-"
-    )
-    return Manifest(
-        tool_version="-",
-        target_revision=None,
-        mask_rule="-",
-        layer_ids=tuple(range(L)),
-        target_num_layers=L,
-        hidden_size=H,
-        vocab_size=LONGEST,
-        dtype="bfloat16",
-        bucket_bounds=BOUNDS,
-        max_length=LONGEST,
-        num_samples=num_samples,
-        order_seed=0,
-        **unknown,
-    )
+def save_as_peers(peers_dir: Path, lengths: np.ndarray) -> None:
+    """Samples as a file each, in both peers' formats."""
+    states = torch.randn(LONGEST, L, H, dtype=torch.bfloat16)
+    for sample, length in enumerate(lengths.tolist()):
+        tensors = {"hidden_states": states[:length].clone(), "input_ids": torch.arange(length)}
+        save_file(tensors, peers_dir / f"{sample}.safetensors")
+        torch.save(tensors, peers_dir / f"{sample}.pt")
 
 
 def read_plainly(reader: CacheReader, descriptors: dict[str, int], place: local, row: int) -> None:
@@ -204,7 +172,7 @@ def measure_cold(cache_dir: Path, rounds: int) -> tuple[dict[str, float], float]
         for at in range(rounds + 1):  # the first round faults the buffers in
             for name in list(ways)[:: 1 if at % 2 else -1]:
                 for path in shards:
-                    drop_pages(path)
+                    forget_pages(path)
                 rates[name].append(ways[name]())
     ours, other = (np.array(found[1:]) for found in rates.values())
     return {name: float(np.median(found[1:])) for name, found in rates.items()}, float(np.median(ours / other))
@@ -216,14 +184,6 @@ def time_reads(pool: ThreadPoolExecutor, reader: CacheReader, batches: np.ndarra
     for _ in pool.map(lambda rows: reader.read_batch(rows).length, batches):
         pass
     return time.perf_counter() - started
-
-
-def drop_pages(path: Path) -> None:
-    """Let the page cache forget a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
 
 
 def read_with_dd(paths: list[Path]) -> float:
@@ -250,10 +210,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         cache_dir, peers_dir = Path(folder) / "cache", Path(folder) / "peers"
         peers_dir.mkdir()
-        make_cache(cache_dir, peers_dir, arguments.gigabytes * 1e9)
+        lengths = draw_lengths(arguments.gigabytes * 1e9)
+        make_cache(cache_dir, StateFormat(L, H, "bfloat16"), lengths, BOUNDS)
+        save_as_peers(peers_dir, lengths)
         seconds = measure_warm(cache_dir, peers_dir, arguments.rounds)
-        with CacheReader(cache_dir) as reader:
-            num_bytes = int(reader.index.length.sum(dtype=np.int64)) * TOKEN_BYTES
+        num_bytes = int(lengths.sum()) * TOKEN_BYTES
         cold, cold_ratio = measure_cold(cache_dir, arguments.rounds)
     wall = {name: num_bytes / took for name, (took, _) in seconds.items()} | cold
     processor = {name: num_bytes / took for name, (_, took) in seconds.items()}
