@@ -175,6 +175,8 @@ class Staging:
         waiting = self._list_waiting() if "manifest.json" in in_store and self._joins is None else {}
         self._drop_all_but(waiting)
         tables = [name for name in in_store if name.endswith(_TABLES) and name != MARKER]
+        if self._joins is not None:  # the first worker has prepared the samples that the answers are for
+            tables = [name for name in tables if not name.startswith("responses/")]
         for name in tables:
             self._fetch_table(name, in_store[name])
         if self._joins is None:

@@ -2,9 +2,9 @@
 
 A sample's states are one read and one hash, both of which let other threads run. Measured with two threads, cutting
 both into pieces that stay in the processor's cache was slower at every size from 128 KiB to 16 MiB, and a loop in C
-without Python's lock between its pieces no more than 3 % faster. With direct I/O hidden states
-bypass the page cache where the file system allows it: straight into the caller's memory where rows lie on pages
-(`token_bytes` a multiple of 4,096), else in whole pages beside it, of which the states are copied.
+without Python's lock between its pieces at most 5 % faster. With direct I/O hidden states bypass the page cache where
+the file system allows it: straight into the caller's memory where rows lie on pages (`token_bytes` a multiple of
+4,096), else in whole pages beside it, of which the states are copied.
 """
 
 import os

@@ -342,7 +342,9 @@ class RemoteSettings(Settings):
         "or ~/.cache/dflash-cache/staging",
     )
     staging_bytes: PositiveInt = Field(
-        1 << 34, description="finished shards that wait there to be put, at most; then the target waits"
+        1 << 34,
+        description="finished shards that wait there to be put, at most; then the target waits. Under torchrun of each "
+        "worker",
     )
     check_puts: bool = Field(True, description="read every object back after its put and compare it")
 

@@ -115,7 +115,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Workers:
-    """Who works: this process alone, a crew that it starts, or this process and others that a launcher started."""
+    """Who works: this process alone, a crew that it starts, or this process and others that a launcher started.
+
+    `share_folder`: whether all of them see the files of `config.cache_dir`.
+    """
 
     config: Config
     loader: Loader
@@ -134,6 +137,8 @@ class Workers:
         """The target's own answers to prompts; all workers take part if they share a folder. Raises CacheError."""
         settings, progress = self.config.respond, self.observer.responding
         pending = [batch for batch in list_batches(prompts, settings) if is_pending(batch, folder)]
+        if pending and not self.share_folder:
+            self.observer.noted("One worker answers the prompts, for the others share no folder with it.")
         if not pending or self.number == 1 or not self.share_folder:
             return respond(self.loader.load(), prompts, settings, folder, progress)
         dealer = deal_batches(self.config, self.store, prompts, folder, pending)
