@@ -17,14 +17,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import torch
+from synthetic_cache import draw_lengths, make_cache
 
-from dflash_cache.cache.index import commit_fragment, consolidate
-from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
-from dflash_cache.cache.shards import ShardWriter
 from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.settings import TrainSettings
 from dflash_cache.data.buckets import assign_buckets, quantile_bounds
@@ -32,14 +27,10 @@ from dflash_cache.data.plan import BatchLimits, EpochPlan, plan_epoch
 from dflash_cache.train.sampler import EpochOrder
 from dflash_cache.train.stream import AnchorDraw, ReadAhead, load_micro_batch
 
-LAYERS, HIDDEN, LONGEST = (1, 8, 15, 22, 29), 2048, 1024
+STATES = StateFormat(num_layers=5, hidden_size=2048, dtype="bfloat16")
+LONGEST = 1024
 SETTINGS = TrainSettings(token_budget=2048, accumulation=4)
 DRAW = AnchorDraw(count=SETTINGS.anchors_per_sample, seed=0, epoch=0)
-
-
-def draw_lengths(count: int, longest: int) -> np.ndarray:
-    """Lengths as conversations have them: log-normal, most short, some as long as may be."""
-    return np.clip(np.random.default_rng(0).lognormal(5.5, 0.8, count), 16, longest).astype(np.int32)
 
 
 def measure_sampler(num_samples: int) -> tuple[int, float]:
@@ -54,44 +45,6 @@ def measure_sampler(num_samples: int) -> tuple[int, float]:
     return plan.num_micro_batches, time.perf_counter() - started
 
 
-def make_manifest(bounds: tuple[int, ...], num_samples: int) -> Manifest:
-    """Of a cache of a target that does not exist."""
-    return Manifest(
-        tool_version="benchmark", target_model="none", target_revision=None, target_fingerprint="0",
-        tokenizer_fingerprint="0", template_fingerprint="0", mask_rule="none", layer_ids=LAYERS,
-        target_num_layers=32, hidden_size=HIDDEN, vocab_size=1000, dtype="bfloat16", bucket_bounds=bounds,
-        max_length=bounds[-1], data_fingerprint="0", num_samples=num_samples, order_seed=0,
-    )  # fmt: skip
-
-
-def make_cache(folder: Path, lengths: np.ndarray) -> None:
-    """A cache of random states, one shard a bucket."""
-    bounds = quantile_bounds(lengths, 6, LONGEST)
-    buckets = assign_buckets(lengths, bounds)
-    write_manifest(folder, make_manifest(bounds, len(lengths)))
-    generator = torch.Generator().manual_seed(0)
-    for bucket in range(len(bounds)):
-        members = np.flatnonzero(buckets == bucket)
-        with ShardWriter(shard_path(folder, bucket, 0), bucket, StateFormat(len(LAYERS), HIDDEN, "bfloat16")) as writer:
-            placed = []
-            for length in lengths[members].tolist():
-                hidden = torch.randn(length, len(LAYERS), HIDDEN, generator=generator, dtype=torch.bfloat16)
-                placed.append(writer.append(torch.arange(length), torch.arange(length) > length // 2, hidden))
-            writer.commit()
-        rows = {
-            "sample": members,
-            "bucket": [bucket] * len(members),
-            "shard": [shard_name(bucket, 0)] * len(members),
-            "row": [row for row, _ in placed],
-            "length": lengths[members],
-            "loss_tokens": lengths[members] // 2,
-            "checksum": pa.array([checksum for _, checksum in placed], pa.uint64()),
-            "job": [bucket] * len(members),
-        }
-        commit_fragment(folder, pa.table(rows), str(bucket))
-    consolidate(folder)
-
-
 def time_reader(reader: CacheReader, plan: EpochPlan, places: list[int], threads: int) -> float:
     """Seconds in which threads that do nothing else read all micro-batches; as in training, another drops them."""
     started = time.perf_counter()
@@ -103,11 +56,10 @@ def time_reader(reader: CacheReader, plan: EpochPlan, places: list[int], threads
 
 def time_stream(reader: CacheReader, plan: EpochPlan, threads: int) -> float:
     """Seconds in which the stream yields all micro-batches, from the plan on, as `train` takes them."""
-    token_bytes = len(LAYERS) * HIDDEN * 2
     started = time.perf_counter()
     order = EpochOrder.from_plan(plan, SETTINGS, 0)
     items = (
-        (place, int(plan.padded_tokens[place]) * token_bytes)
+        (place, int(plan.padded_tokens[place]) * STATES.token_bytes)
         for places in order.steps(0, 0)
         for place in places[places >= 0].tolist()
     )
@@ -135,7 +87,7 @@ def main() -> None:
     print(f"sampler alone        {rate:12,.0f} micro-batches/s ({num_micro_batches:,} in {seconds:.2f} s)")
     with tempfile.TemporaryDirectory() as folder:
         lengths = draw_lengths(arguments.samples, LONGEST)
-        make_cache(Path(folder), lengths)
+        make_cache(Path(folder), STATES, lengths, quantile_bounds(lengths, 6, LONGEST))
         with CacheReader(Path(folder)) as reader:
             plan = plan_epoch(reader.index.length, reader.index.bucket, BatchLimits(SETTINGS.token_budget, 64), 0, 0)
             places = EpochOrder.from_plan(plan, SETTINGS, 0).order.tolist()

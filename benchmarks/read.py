@@ -5,7 +5,9 @@ all ways run alternately in one process, both threads always at the same way, an
 counts, so that the ratios survive a machine whose speed drifts. Where others use the processors too, the ratios of
 the threads' own processor time tell more (waiting for the GIL is not in them). Cold: the shards' pages are dropped
 from the page cache (as `posix_fadvise` can, without privileges) and the reader reads past it; `dd` with direct I/O
-reads the same files into one small buffer.
+reads the same files into one small buffer. A virtual disk's speed may change twofold within seconds, so each run of the
+one is compared with its neighbour of the other, and the median of these ratios counts; the best of each would compare
+two moments.
 
     python benchmarks/read.py [--gigabytes 1.2 --rounds 9 --folder DIR] [--json]
 
@@ -29,16 +31,14 @@ from threading import local
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
+from synthetic_cache import forget_pages, make_cache
 
-from dflash_cache.cache.index import commit_fragment
-from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
-from dflash_cache.cache.shards import DATA_BEGIN, ShardWriter
+from dflash_cache.cache.shards import DATA_BEGIN
 from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.data.plan import BatchLimits, plan_epoch
 
@@ -57,52 +57,22 @@ GOALS = {
 }
 
 
-def make_cache(cache_dir: Path, peers_dir: Path, num_bytes: float) -> None:
-    """Samples of log-uniform length, a shard a bucket; and the same as a file a sample, in both peers' formats."""
+def draw_lengths(num_bytes: float) -> np.ndarray:
+    """Log-uniform lengths of samples that together take so many bytes, or a little more."""
     random = np.random.default_rng(0)
     lengths: list[int] = []
     while sum(lengths) * TOKEN_BYTES < num_bytes:
         lengths.append(round(np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST)))))
-    bucket_N = np.searchsorted(BOUNDS, lengths)
-    write_manifest(cache_dir, make_manifest(len(lengths)))
-    states = torch.from_numpy(random.integers(0, 2**15, (LONGEST, L, H), np.int16)).view(torch.bfloat16)
-    rows: list[dict[str, Any]] = []
-    for bucket in np.unique(bucket_N).tolist():
-        with ShardWriter(shard_path(cache_dir, bucket, 0), bucket, StateFormat(L, H, "bfloat16")) as writer:
-            for sample in np.flatnonzero(bucket_N == bucket).tolist():
-                length = lengths[sample]
-                ids, mask = torch.arange(length), torch.ones(length, dtype=torch.bool)
-                row, checksum = writer.append(ids, mask, states[:length])
-                place = {"sample": sample, "bucket": bucket, "shard": shard_name(bucket, 0), "row": row}
-                rows.append({**place, "length": length, "loss_tokens": length, "checksum": checksum, "job": bucket})
-                tensors = {"hidden_states": states[:length].clone(), "input_ids": ids}
-                save_file(tensors, peers_dir / f"{sample}.safetensors")
-                torch.save(tensors, peers_dir / f"{sample}.pt")
-            writer.commit()
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    commit_fragment(cache_dir, pa.table(columns | {"checksum": pa.array(columns["checksum"], pa.uint64())}), "all")
+    return np.array(lengths, np.int32)
 
 
-def make_manifest(num_samples: int) -> Manifest:
-    """A manifest of the right sizes, of no target."""
-    unknown = dict.fromkeys(
-        ("target_model", "target_fingerprint", "tokenizer_fingerprint", "template_fingerprint", "data_fingerprint"), "-"
-    )
-    return Manifest(
-        tool_version="-",
-        target_revision=None,
-        mask_rule="-",
-        layer_ids=tuple(range(L)),
-        target_num_layers=L,
-        hidden_size=H,
-        vocab_size=LONGEST,
-        dtype="bfloat16",
-        bucket_bounds=BOUNDS,
-        max_length=LONGEST,
-        num_samples=num_samples,
-        order_seed=0,
-        **unknown,
-    )
+def save_as_peers(peers_dir: Path, lengths: np.ndarray) -> None:
+    """Samples as a file each, in both peers' formats."""
+    states = torch.randn(LONGEST, L, H, dtype=torch.bfloat16)
+    for sample, length in enumerate(lengths.tolist()):
+        tensors = {"hidden_states": states[:length].clone(), "input_ids": torch.arange(length)}
+        save_file(tensors, peers_dir / f"{sample}.safetensors")
+        torch.save(tensors, peers_dir / f"{sample}.pt")
 
 
 def read_plainly(reader: CacheReader, descriptors: dict[str, int], place: local, row: int) -> None:
@@ -182,29 +152,38 @@ def measure_warm(cache_dir: Path, peers_dir: Path, rounds: int) -> dict[str, tup
     return {name: (float(wall), float(processor)) for name, (wall, processor) in typical.items()}
 
 
-def measure_cold(cache_dir: Path, rounds: int) -> dict[str, float]:
-    """Best bytes a second of `dd` with direct I/O over the shards, and of the reader past the page cache."""
+def measure_cold(cache_dir: Path, rounds: int) -> tuple[dict[str, float], float]:
+    """Median bytes a second of the reader past the page cache and of `dd`, and the median ratio of neighbouring runs.
+
+    Each goes first in every other round; both read the largest shards first, so that both threads end at once.
+    """
     shards = sorted(cache_dir.glob("bucket-*/*.safetensors"), key=lambda path: -path.stat().st_size)
-    rates: dict[str, list[float]] = {"dd, direct": [], "reader, cold": []}
     with CacheReader(cache_dir, direct_io=True) as reader, ThreadPoolExecutor(THREADS) as pool:
-        num_bytes = int(reader.index.length.sum(dtype=np.int64)) * TOKEN_BYTES
-        order = np.lexsort((reader.index.row, reader.index.shard))
-        for _ in range(rounds):
-            for path in shards:
-                drop_pages(path)
-            rates["reader, cold"].append(
-                num_bytes * THREADS / measure(pool, reader.read_batch, order[:, None])[:, 0].sum()
-            )
-            rates["dd, direct"].append(read_with_dd(shards))
-    return {name: max(found) for name, found in rates.items()}
+        index = reader.index
+        num_bytes = int(index.length.sum(dtype=np.int64)) * TOKEN_BYTES
+        place = {path.relative_to(cache_dir).as_posix(): number for number, path in enumerate(shards)}
+        number = np.array([place[name] for name in index.shard_names])[index.shard]
+        order = np.lexsort((index.row, number))[:, None]
+        ways = {
+            "reader, cold": lambda: num_bytes / time_reads(pool, reader, order),
+            "dd, direct": lambda: read_with_dd(shards),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for at in range(rounds + 1):  # the first round faults the buffers in
+            for name in list(ways)[:: 1 if at % 2 else -1]:
+                for path in shards:
+                    forget_pages(path)
+                rates[name].append(ways[name]())
+    ours, other = (np.array(found[1:]) for found in rates.values())
+    return {name: float(np.median(found[1:])) for name, found in rates.items()}, float(np.median(ours / other))
 
 
-def drop_pages(path: Path) -> None:
-    """Let the page cache forget a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
+def time_reads(pool: ThreadPoolExecutor, reader: CacheReader, batches: np.ndarray) -> float:
+    """Seconds in which the pool reads all batches; each is dropped as it comes."""
+    started = time.perf_counter()
+    for _ in pool.map(lambda rows: reader.read_batch(rows).length, batches):
+        pass
+    return time.perf_counter() - started
 
 
 def read_with_dd(paths: list[Path]) -> float:
@@ -231,14 +210,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         cache_dir, peers_dir = Path(folder) / "cache", Path(folder) / "peers"
         peers_dir.mkdir()
-        make_cache(cache_dir, peers_dir, arguments.gigabytes * 1e9)
+        lengths = draw_lengths(arguments.gigabytes * 1e9)
+        make_cache(cache_dir, StateFormat(L, H, "bfloat16"), lengths, BOUNDS)
+        save_as_peers(peers_dir, lengths)
         seconds = measure_warm(cache_dir, peers_dir, arguments.rounds)
-        with CacheReader(cache_dir) as reader:
-            num_bytes = int(reader.index.length.sum(dtype=np.int64)) * TOKEN_BYTES
-        cold = measure_cold(cache_dir, arguments.rounds)
+        num_bytes = int(lengths.sum()) * TOKEN_BYTES
+        cold, cold_ratio = measure_cold(cache_dir, arguments.rounds)
     wall = {name: num_bytes / took for name, (took, _) in seconds.items()} | cold
     processor = {name: num_bytes / took for name, (_, took) in seconds.items()}
-    figures, undisturbed = compare(wall), compare(processor)
+    undisturbed = compare(processor)
+    figures = compare(wall) | {"cold_over_direct": cold_ratio}
     console = Console()
     table = Table("way", "GB/s", "of processor time", box=None)
     for name, rate in wall.items():
@@ -254,16 +235,15 @@ def main() -> None:
 
 
 def compare(rates: dict[str, float]) -> dict[str, float]:
-    """The named figures, as far as the rates go."""
+    """The named figures of warm reads."""
     pairs = {
         "warm_over_preadv": ("reader", "preadv"),
         "warm_checked_over_preadv": ("reader, checked", "preadv"),
         "over_safetensors": ("reader, checked", "safetensors"),
         "over_torch_load": ("reader, checked", "torch.load"),
         "batches_over_preadv": ("micro-batches", "preadv"),
-        "cold_over_direct": ("reader, cold", "dd, direct"),
     }
-    return {name: rates[ours] / rates[other] for name, (ours, other) in pairs.items() if ours in rates}
+    return {name: rates[ours] / rates[other] for name, (ours, other) in pairs.items()}
 
 
 if __name__ == "__main__":

@@ -14,29 +14,24 @@ two targets' shares; bound 0.05. The first step, which nothing can be read ahead
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
+from synthetic_cache import NUM_OTHER_LAYERS, VOCAB, draw_lengths, forget_pages, make_cache
 from transformers import LlamaConfig
 
-from dflash_cache.cache.index import commit_fragment, consolidate
-from dflash_cache.cache.layout import Manifest, shard_name, shard_path, write_manifest
-from dflash_cache.cache.shards import ShardWriter
 from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.dtypes import fastest_dtype
 from dflash_cache.config.loading import validate_config
 from dflash_cache.config.settings import Config, TargetSettings
-from dflash_cache.data.buckets import assign_buckets, quantile_bounds
+from dflash_cache.data.buckets import quantile_bounds
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.train.loop import steps, take_step
 from dflash_cache.train.setup import open_run
@@ -44,7 +39,7 @@ from dflash_cache.train.setup import open_run
 BOUND = 0.05
 TOKEN_BYTES = 40_960
 READ_AHEAD_BYTES = 1 << 28  # about three steps: what is trained on is read while it trains, not before
-SHORTEST, LONGEST, VOCAB = 16, 1024, 4096
+LONGEST = 1024
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ def make_target(folder: Path, shape: Shape) -> None:
         vocab_size=VOCAB,
         hidden_size=shape.hidden_size,
         intermediate_size=1024,
-        num_hidden_layers=shape.num_layers + 3,
+        num_hidden_layers=shape.num_layers + NUM_OTHER_LAYERS,
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=64,
@@ -80,67 +75,14 @@ def make_target(folder: Path, shape: Shape) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def make_cache(cache_dir: Path, target_dir: Path, shape: Shape, num_bytes: float) -> None:
-    """Random states of conversations' lengths, one shard a bucket, which no page cache remembers."""
-    random = np.random.default_rng(0)
-    num_samples = round(num_bytes / TOKEN_BYTES / 320)  # their mean length
-    lengths = np.clip(random.lognormal(5.5, 0.8, num_samples), SHORTEST, LONGEST).astype(np.int32)
-    bounds = quantile_bounds(lengths, 6, LONGEST)
-    buckets = assign_buckets(lengths, bounds)
+def make_cold_cache(cache_dir: Path, target_dir: Path, shape: Shape, num_bytes: float) -> None:
+    """Samples of conversations' lengths, which no page cache remembers."""
+    lengths = draw_lengths(round(num_bytes / TOKEN_BYTES / 320), LONGEST)  # their mean length
+    states = StateFormat(shape.num_layers, shape.hidden_size, "bfloat16")
     fingerprint = TargetFiles(TargetSettings(model=str(target_dir))).fingerprint()
-    write_manifest(cache_dir, make_manifest(shape, bounds, num_samples, fingerprint))
-    states = torch.randn(LONGEST, shape.num_layers, shape.hidden_size).bfloat16()
-    for bucket in range(len(bounds)):
-        members = np.flatnonzero(buckets == bucket)
-        path = shard_path(cache_dir, bucket, 0)
-        with ShardWriter(path, bucket, StateFormat(shape.num_layers, shape.hidden_size, "bfloat16")) as writer:
-            placed = [
-                writer.append(torch.randint(VOCAB - 1, (n,)), torch.arange(n) >= n // 2, states[:n])
-                for n in lengths[members].tolist()
-            ]
-            writer.commit()
+    make_cache(cache_dir, states, lengths, quantile_bounds(lengths, 6, LONGEST), fingerprint)
+    for path in cache_dir.glob("bucket-*/*.safetensors"):
         forget_pages(path)
-        rows = {
-            "sample": members,
-            "bucket": [bucket] * len(members),
-            "shard": [shard_name(bucket, 0)] * len(members),
-            "row": [row for row, _ in placed],
-            "length": lengths[members],
-            "loss_tokens": lengths[members] - lengths[members] // 2,
-            "checksum": pa.array([checksum for _, checksum in placed], pa.uint64()),
-            "job": [bucket] * len(members),
-        }
-        commit_fragment(cache_dir, pa.table(rows), str(bucket))
-    consolidate(cache_dir)
-
-
-def make_manifest(shape: Shape, bounds: tuple[int, ...], num_samples: int, fingerprint: str) -> Manifest:
-    """The cache's, as if it were made from `make_target`'s target."""
-    unknown = dict.fromkeys(("tokenizer_fingerprint", "template_fingerprint", "data_fingerprint", "mask_rule"), "-")
-    return Manifest(
-        tool_version="benchmark",
-        target_model="synthetic",
-        target_revision=None,
-        target_fingerprint=fingerprint,
-        layer_ids=tuple(range(1, shape.num_layers + 1)),
-        target_num_layers=shape.num_layers + 3,
-        hidden_size=shape.hidden_size,
-        vocab_size=VOCAB,
-        dtype="bfloat16",
-        bucket_bounds=bounds,
-        max_length=bounds[-1],
-        num_samples=num_samples,
-        order_seed=0,
-        **unknown,
-    )
-
-
-def forget_pages(path: Path) -> None:
-    """Let the page cache forget a file."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
 
 
 def configure(folder: Path, threads: int) -> Config:
@@ -216,7 +158,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
             folder = Path(name)
             make_target(folder / "target", shape)
-            make_cache(folder / "cache", folder / "target", shape, arguments.gigabytes * 1e9)
+            make_cold_cache(folder / "cache", folder / "target", shape, arguments.gigabytes * 1e9)
             found[shape.title] = measure(configure(folder, arguments.threads))
             found[shape.title]["disk_bytes_per_second"] = read_rate(folder / "cache")
     table = Table(

@@ -4,15 +4,13 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
 import typer
 from rich.table import Table
 
-from dflash_cache.cache.layout import is_remote, place_of
-from dflash_cache.errors import ConfigError
+from dflash_cache.cache.layout import place_of
 from dflash_cli.console import WorkProgress, console, show_bytes
 from dflash_cli.options import AsJson, Cache
 
@@ -51,13 +49,8 @@ def register(app: typer.Typer) -> None:
 
         With --against-target also that its states are right: those that the target computes.
         """
-        if repair and is_remote(cache):
-            raise ConfigError(
-                f"--repair mends a folder: copy {place_of(cache)} to one, repair and complete it there, and copy it "
-                "back."
-            )
         report = check_cache(cache, full, threads, quiet=as_json)
-        removed = repair_cache(Path(cache), report) if repair and report.findings else None
+        removed = repair_cache(cache, report, quiet=as_json) if repair and report.findings else None
         if not as_json:
             show(cache, report, full, removed)
         rechecked = None
@@ -107,13 +100,11 @@ def recheck_cache(
         return recheck(reader, load_target(settings), num_samples, seed, progress)
 
 
-def repair_cache(cache: Path, report: "Report") -> int:
+def repair_cache(cache: str, report: "Report", quiet: bool) -> int:
     """Take what is damaged out of the cache."""
-    from dflash_cache.cache.lock import lock_cache
-    from dflash_cache.cache.verify import repair
+    from dflash_cache.cache.repair import repair
 
-    with lock_cache(cache):
-        return repair(cache, report)
+    return repair(cache, report, (lambda _: None) if quiet else console.print)
 
 
 def check_cache(cache: str, full: bool, threads: int, quiet: bool) -> "Report":
@@ -162,7 +153,7 @@ def show(cache: str, report: "Report", full: bool, removed: int | None) -> None:
     )
     if removed:
         console.print(f"{removed:,} samples are taken out with their jobs: run `dflash generate`, which redoes them.")
-    elif removed is None and not is_remote(cache) and len(report.damaged_samples):
+    elif removed is None and len(report.damaged_samples):
         console.print("`dflash verify --repair` takes them out, and `dflash generate` redoes them.")
 
 

@@ -11,8 +11,7 @@ of times as large as the rest, in all tokens, and thousands of times in the firs
 
 and for the first tokens, without their largest 2 % of channels, 0.23 with groups of 64 in 8 bits, 0.01 here. With a
 hidden size of 64 · n a number takes 8.625 or 4.625 bits (bfloat16). A token's layer is one row of bytes: codes, scales,
-the largest numbers, their places. So a sample stays one contiguous range, and no scale waits in the writer's memory;
-rows do not lie on pages then, so direct I/O reads them as usual.
+the largest numbers, their places. So a sample stays one contiguous range, and no scale waits in the writer's memory.
 """
 
 import numpy as np

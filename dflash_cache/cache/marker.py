@@ -28,12 +28,13 @@ _LOOK_SECONDS = 0.3
 class WriterMarker:
     """Says that this process writes the store's cache; `staging` names the folder that it works in.
 
-    A new marker is claimed by `claim`, renewed on a thread of its own until `release`.
+    A new marker is claimed by `claim`, renewed on a thread of its own until `release`. With the `token` of another
+    process's marker it only checks that this one still stands.
     """
 
-    def __init__(self, store: RemoteStore, staging: str) -> None:
+    def __init__(self, store: RemoteStore, staging: str, token: str | None = None) -> None:
         self._store, self._staging = store, staging
-        self._token = secrets.token_hex(8)
+        self.token = token or secrets.token_hex(8)
         self._num_beats = 0
         self._ended = Event()
         self._is_abandoned = False
@@ -60,7 +61,7 @@ class WriterMarker:
             if was:
                 break
             time.sleep(_LOOK_SECONDS)  # where a put is not atomic (HDFS, a mounted disk), it may be under way
-        if was.get("token") != self._token:
+        if was.get("token") != self.token:
             raise WriteError(
                 f"The cache at {self._store.place} is not this run's any more, {was.get('owner', 'someone')} has taken "
                 "it over: let that one go on."
@@ -109,7 +110,7 @@ class WriterMarker:
     def _beat(self) -> None:
         self._num_beats += 1
         owner = f"process {os.getpid()} on {os.uname().nodename}"
-        marker = {"owner": owner, "token": self._token, "staging": self._staging, "beat": self._num_beats}
+        marker = {"owner": owner, "token": self.token, "staging": self._staging, "beat": self._num_beats}
         self._store.put(MARKER, json.dumps(marker | {"time": time.strftime("%FT%TZ", time.gmtime())}).encode())
 
 

@@ -58,6 +58,7 @@ class RemoteShard:
         self._store, self._name, self._pool, self._kept = store, name, pool, kept
         self._handle = store.open(name)
         self.head: bytes = self._handle.read_at(DATA_BEGIN, 0)
+        self._stamp = store.stamp(name) if kept is not None else ""  # a repaired cache may use a shard's name again
         self.layout: ShardLayout = parse_layout(self.head, self._handle.size())
 
     def read_sample(
@@ -65,7 +66,7 @@ class RemoteShard:
     ) -> int | None:
         """As `storage.Shard.read_sample`, from the disk cache if it is there."""
         arrays = (hidden_bytes, ids.view(np.uint8), mask)
-        key = f"{self._store.place}/{self._name}:{begin}:{len(ids)}"
+        key = f"{self._store.place}/{self._name}:{self._stamp}:{begin}:{len(ids)}"
         if self._kept is None or not self._kept.read(key, arrays):
             layout = self.layout
             offsets = (

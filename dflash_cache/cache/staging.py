@@ -39,27 +39,38 @@ _TABLES = (".parquet", ".json", ".yaml")
 class Staging:
     """The folder of one store's cache; a context manager that holds its lock and the store's marker.
 
-    `noted` is told what the user should know. Raises CacheError if someone else writes the cache.
+    `noted` is told what the user should know; a worker that joins the first one gives that one's `token` and its own
+    number. Raises CacheError if someone else writes the cache.
     """
 
-    def __init__(self, uri: str, settings: RemoteSettings, noted: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        uri: str,
+        settings: RemoteSettings,
+        noted: Callable[[str], None] = lambda sentence: None,
+        joins: tuple[str, int] | None = None,
+    ) -> None:
         self._store = RemoteStore(uri, settings)
         self.place = self._store.place
-        self.folder = staging_folder(uri, settings)
+        self.folder = staging_folder(uri, settings, joins[1] if joins else 0)
         self.lock: int | None = None
         self._settings = settings
         self._noted = noted
         self._stack = ExitStack()
+        self._joins = joins
         self._stamps: dict[str, tuple[int, int]] = {}  # of local files that are in the store as they are
         self._marker: WriterMarker | None = None
 
     def __enter__(self) -> Self:
         with self._stack:
             self.lock = self._stack.enter_context(lock_cache(self.folder))
-            self._marker = WriterMarker(self._store, self._own_name())
-            self._stack.callback(self._marker.release)
-            if sentence := self._marker.claim():
-                self._noted(sentence)
+            if self._joins is not None:
+                self._marker = WriterMarker(self._store, "", self._joins[0])
+            else:
+                self._marker = WriterMarker(self._store, self._own_name())
+                self._stack.callback(self._marker.release)
+                if sentence := self._marker.claim():
+                    self._noted(sentence)
             self._fetch()
             self._stack = self._stack.pop_all()
         return self
@@ -68,6 +79,12 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    @property
+    def token(self) -> str:
+        """What other workers of this run join with."""
+        assert self._marker is not None
+        return self._marker.token
 
     def put_tables(self) -> None:
         """Put what is known before the first forward, the manifest last. Raises WriteError."""
@@ -87,7 +104,7 @@ class Staging:
         def put() -> None:
             try:
                 while not ended.wait(_POLL_SECONDS):
-                    self._put_ready()
+                    self.put_ready()
             except BaseException as failure:  # raised where the block ends
                 failures.append(failure)
                 stop()
@@ -113,9 +130,26 @@ class Staging:
         if failures:
             raise self._explain(failures[0])
 
+    def put_ready(self) -> None:
+        """Put all shards that wait, each with its rows after it, and the records of left-out samples before."""
+        self._put_changed(rejected_dir(self.folder))
+        for fragment, shard in self._list_waiting().items():
+            self._check_marker()
+            self._store.put_file(self._name(shard), shard, self._settings.check_puts)
+            self._check_marker()
+            self._put_changed(fragment)
+            with explain_write_errors(shard):
+                shard.unlink()
+
+    def gather(self) -> None:
+        """Fetch the rows and records that other workers have put."""
+        for name, size in {**self._store.list_sizes("index"), **self._store.list_sizes("rejected")}.items():
+            if name.endswith(".parquet") and not (self.folder / name).exists():
+                self._fetch_table(name, size)
+
     def finish(self) -> None:
         """Put the consolidated index and whatever else is new, drop the fragments, and empty the folder."""
-        self._put_ready()
+        self.put_ready()
         self.put_tables()
         self._check_marker()
         self._put_changed(index_dir(self.folder))
@@ -123,6 +157,10 @@ class Staging:
         for name in self._store.list_sizes("index"):
             if name.startswith("index/fragment-") and name not in here:
                 self._store.delete(name)
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty the folder."""
         with explain_write_errors(self.folder):
             for path in self.folder.iterdir():
                 if path.is_dir():
@@ -134,12 +172,15 @@ class Staging:
         """Bring the folder to the state of the store, but for shards that wait."""
         in_store = self._store.list_sizes("")
         remove_leftovers(self.folder)
-        waiting = self._list_waiting() if "manifest.json" in in_store else {}
+        waiting = self._list_waiting() if "manifest.json" in in_store and self._joins is None else {}
         self._drop_all_but(waiting)
         tables = [name for name in in_store if name.endswith(_TABLES) and name != MARKER]
+        if self._joins is not None:  # the first worker has prepared the samples that the answers are for
+            tables = [name for name in tables if not name.startswith("responses/")]
         for name in tables:
             self._fetch_table(name, in_store[name])
-        self._drop_overtaken(waiting, [name for name in tables if name.startswith("index/")])
+        if self._joins is None:
+            self._drop_overtaken(waiting, [name for name in tables if name.startswith("index/")])
 
     def _fetch_table(self, name: str, size: int) -> None:
         path = self.folder / name
@@ -183,22 +224,11 @@ class Staging:
         if orphans:
             self._noted(f"Removed {len(orphans):,} shards from the store that a stopped run had not announced yet.")
 
-    def _put_ready(self) -> None:
-        """Put all shards that wait, each with its rows after it, and the records of left-out samples before."""
-        self._put_changed(rejected_dir(self.folder))
-        for fragment, shard in self._list_waiting().items():
-            self._check_marker()
-            self._store.put_file(self._name(shard), shard, self._settings.check_puts)
-            self._check_marker()
-            self._put_changed(fragment)
-            with explain_write_errors(shard):
-                shard.unlink()
-
     def _put_last(self, failures: list[BaseException]) -> None:
         """Put what came after the thread's last look, unless a put has failed; then ask the store for nothing more."""
         if not failures:
             try:
-                self._put_ready()
+                self.put_ready()
             except CacheError as failure:
                 failures.append(failure)
         if failures and self._marker is not None:
@@ -246,14 +276,16 @@ class Staging:
         return path.relative_to(self.folder).as_posix()
 
 
-def staging_folder(uri: str, settings: RemoteSettings) -> Path:
-    """The local folder in which the cache of a URI is made: its own, the same in every run."""
+def staging_folder(uri: str, settings: RemoteSettings, worker: int = 0) -> Path:
+    """The local folder in which a worker makes the cache of a URI: its own, the same in every run."""
     base = settings.staging_dir or (settings.disk_cache_dir and f"{settings.disk_cache_dir}/staging")
     scheme, _, rest = uri.partition("://")
     without_credentials = rest.rpartition("@")[2]
     name = without_credentials.partition("?")[0].rstrip("/").replace("/", "-")
     digest = xxh3_64_hexdigest(f"{scheme}://{without_credentials}".encode())[:8]
-    return Path(base or "~/.cache/dflash-cache/staging").expanduser() / f"{name}-{digest}"
+    return (
+        Path(base or "~/.cache/dflash-cache/staging").expanduser() / f"{name}-{digest}{f'-{worker}' if worker else ''}"
+    )
 
 
 def _stamp(path: Path) -> tuple[int, int]:

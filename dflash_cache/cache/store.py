@@ -48,6 +48,11 @@ class RemoteStore:
         """A handle for positioned reads of an object. Raises FileNotFoundError or OSError."""
         return self._files.open_input_file(f"{self._root}/{name}")
 
+    def stamp(self, name: str) -> str:
+        """Tells an object from one that is put under its name at another time. Raises OSError."""
+        found = self._files.get_file_info(f"{self._root}/{name}")
+        return f"{found.size}-{found.mtime_ns}"
+
     def list_sizes(self, folder: str) -> dict[str, int]:
         """Size by name of all objects in a folder and below. Raises CacheError."""
         selector = fs.FileSelector(f"{self._root}/{folder}", allow_not_found=True, recursive=True)

@@ -3,7 +3,7 @@
 The structure (seconds) compares manifest, samples, jobs and index with each other and with every shard's header and
 size. The full check (the speed of the disk) also reads every byte: sealed files against their seals, a shard's header
 against the one that its layout gives, samples against their checksums. So any flipped bit is found, in samples,
-padding and footers alike. Reading runs on several threads; nothing is written but by `repair`.
+padding and footers alike. Reading runs on several threads; nothing is written, `repair` does that.
 """
 
 import json
@@ -18,8 +18,7 @@ import torch
 
 from dflash_cache.cache.buffers import BufferPool
 from dflash_cache.cache.codec import as_bytes
-from dflash_cache.cache.files import explain_write_errors, flush_folder
-from dflash_cache.cache.index import IndexColumns, jobs_of, remove_jobs, split_columns
+from dflash_cache.cache.index import IndexColumns, split_columns
 from dflash_cache.cache.layout import Manifest, bucket_of_shard, is_remote, manifest_path, read_manifest
 from dflash_cache.cache.reader import check_layout
 from dflash_cache.cache.remote import RemoteShard, RemoteShards
@@ -32,7 +31,6 @@ from dflash_cache.errors import CacheError
 
 Progress = Callable[[int, int], None]  # bytes of samples read, bytes in all
 _TASK_BYTES = 64 << 20  # of one shard, by one thread
-_SET_ASIDE = ".damaged"
 _MAX_OPEN_SHARDS = 64
 _STORE = RemoteSettings(retry_seconds=60)  # someone waits at the console
 
@@ -105,23 +103,6 @@ def _verify(shards: Shards, full: bool, threads: int, progress: Progress) -> Rep
         num_shards=len(columns.shard_names),
         checked_bytes=sum(task.num_bytes for task in tasks),
     )
-
-
-def repair(cache_dir: Path, report: Report) -> int:
-    """Take the jobs of all damaged samples out of the index, so that the next `dflash generate` redoes them whole.
-
-    Damaged tables (never the manifest) are set aside under another name; `generate` writes them anew. Returns how many
-    samples were taken out, the undamaged ones of those jobs included: a job is redone as one, and no sample may be
-    there twice. Not while `generate` runs.
-    """
-    for place in {finding.place for finding in report.findings}:
-        path = cache_dir / place
-        if path.suffix == ".parquet" and path.exists():
-            with explain_write_errors(path):
-                path.replace(path.with_name(path.name + _SET_ASIDE))
-                flush_folder(path.parent)
-    samples = report.damaged_samples
-    return remove_jobs(cache_dir, jobs_of(cache_dir, samples)) if len(samples) else 0
 
 
 @dataclass(frozen=True)

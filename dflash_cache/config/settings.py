@@ -287,9 +287,7 @@ class TrainSettings(Settings):
         "One step always fits, however large",
     )
     verify_checksums: bool = True
-    direct_io: bool = Field(
-        False, description="read states past the page cache, where rows lie on pages; for caches larger than memory"
-    )
+    direct_io: bool = Field(False, description="read states past the page cache; for caches larger than memory")
     log_every: PositiveInt = Field(10, description="steps between two console lines; every step is in the JSONL file")
     validate_every: PositiveInt = Field(100, description="steps between two validations")
     checkpoint_every: PositiveInt = Field(200, description="steps between two checkpoints")
@@ -345,7 +343,9 @@ class RemoteSettings(Settings):
         "or ~/.cache/dflash-cache/staging",
     )
     staging_bytes: PositiveInt = Field(
-        1 << 34, description="finished shards that wait there to be put, at most; then the target waits"
+        1 << 34,
+        description="finished shards that wait there to be put, at most; then the target waits. Under torchrun of each "
+        "worker",
     )
     check_puts: bool = Field(True, description="read every object back after its put and compare it")
 

@@ -1,14 +1,16 @@
 """Several workers, one a device: processes of our own on one machine, or those that torchrun started on several.
 
 One prepares the cache; the others, who share nothing with it but the storage and a store of counters, read samples and
-jobs from the cache itself. A worker that dies ends the run: the others stop after the job they are at and commit.
+jobs from the cache itself. A worker that dies ends the run: the others stop after the job they are at and commit. Those
+of a launcher need no shared folder if the cache lies in an object store: each puts what it makes.
 """
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -22,6 +24,8 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing import get_context
 
+from dflash_cache.cache.layout import is_remote
+from dflash_cache.cache.staging import Staging
 from dflash_cache.config.settings import Config
 from dflash_cache.drafter.device import list_devices
 from dflash_cache.errors import CacheError, ConfigError, DFlashError
@@ -36,6 +40,7 @@ _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.2
 _MEETING = timedelta(seconds=10)  # the store listens before any worker starts; meanwhile the cache stays locked
 _INTERRUPTED = 130
+_TOKEN = "staging/token"  # what joins the other workers to the first one's marker
 _ENDED_BY_US = (_INTERRUPTED, -signal.SIGTERM)
 
 
@@ -107,6 +112,17 @@ Task = Callable[[Config, Loader, Store], None]
 def fill_dealt(config: Config, loader: Loader, store: Store) -> None:
     """A worker's task: the jobs of the cache."""
     work(config, loader.load(), read_preparation(config), Dealer(store), Observer())
+
+
+def put_dealt(rank: int, config: Config, loader: Loader, store: Store) -> None:
+    """A launched worker's task where the cache lies in a store: jobs into a folder of its own, and from there."""
+    dealer = Dealer(store, place=str(rank))
+    dealer.pause(False)
+    with Staging(config.cache_dir, config.remote, joins=(store.get(_TOKEN).decode(), rank)) as staging:
+        local = config.model_copy(update={"cache_dir": str(staging.folder)})
+        with staging.putting(dealer.pause, dealer.stop):
+            work(local, loader.load(), read_preparation(local), dealer, Observer())
+        staging.clear()
 
 
 def answer_dealt(config: Config, loader: Loader, store: Store) -> None:
@@ -210,10 +226,35 @@ class Launched:
                     answer_dealt(config, loader, self.store)
                     has_answered = True
                 time.sleep(_POLL_SECONDS)
-            fill_dealt(config, loader, self.store)
+            if is_remote(config.cache_dir):
+                put_dealt(self.rank, config, loader, self.store)
+            else:
+                fill_dealt(config, loader, self.store)
             self.store.add("ended", 1)
         except (DistError, StoppedError):
             raise CacheError("The first worker is gone: run the same command again.") from None
+        finally:
+            with suppress(DistError):
+                self.store.add("gone", 1)
+
+    @contextmanager
+    def lead(self, grace_seconds: float = 0.0) -> Iterator[None]:
+        """If the block fails, tell the others, who end after the job they are at, and wait so long for them at most."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(DistError):
+                if isinstance(error, DFlashError):
+                    self.store.set("failed", str(error))
+                Dealer(self.store).stop()
+                deadline = time.monotonic() + grace_seconds
+                while self.store.add("gone", 0) < self.num_workers - 1 and time.monotonic() < deadline:
+                    time.sleep(_POLL_SECONDS)
+            raise
+
+    def share(self, token: str) -> None:
+        """Let the others put what they make into the store of the cache that this one writes."""
+        self.store.set(_TOKEN, token)
 
     def wait_for_others(self, tell: Callable[[], object]) -> None:
         """Until all others have ended well; one that fails is the launcher's to notice."""

@@ -6,6 +6,7 @@ queue; one request each, 0.1 ms. A store that is gone (its process was killed) e
 """
 
 import time
+from contextlib import suppress
 
 import numpy as np
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # torch re-exports without saying so
@@ -19,10 +20,14 @@ class StoppedError(Exception):
 
 
 class Dealer:
-    """The counters; the process that prepares calls `begin`, after which any worker may ask."""
+    """The counters; the process that prepares calls `begin`, after which any worker may ask.
 
-    def __init__(self, store: Store) -> None:
+    `place` is that of workers who are paused together, for they share a disk.
+    """
+
+    def __init__(self, store: Store, place: str = "") -> None:
         self._store = store
+        self._paused = f"paused/{place}"
         self._jobs: np.ndarray | None = None
 
     def begin(self, jobs: np.ndarray, shard_numbers: list[int], num_tokens: int, num_bad: int) -> None:
@@ -45,11 +50,13 @@ class Dealer:
 
     def pause(self, is_paused: bool) -> None:
         """Deal no jobs until it is over: the storage is behind."""
-        self._store.set("paused", "1" if is_paused else "0")
+        with suppress(DistError):  # without the store nothing is dealt anyway
+            self._store.set(self._paused, "1" if is_paused else "0")
 
     def stop(self) -> None:
         """Deal no more jobs to anyone."""
-        self._add("next", _STOPPED)
+        with suppress(StoppedError):
+            self._add("next", _STOPPED)
 
     def next_shard(self, bucket: int) -> int:
         """A shard number of the bucket that nobody else has."""
@@ -69,7 +76,7 @@ class Dealer:
 
     def _is_paused(self) -> bool:
         try:
-            return self._store.get("paused") == b"1"
+            return self._store.get(self._paused) == b"1"
         except DistError as error:
             raise StoppedError from error
 

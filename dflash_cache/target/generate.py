@@ -25,7 +25,6 @@ from dflash_cache.cache.layout import (
     difference,
     is_remote,
     manifest_path,
-    place_of,
     read_manifest,
     samples_path,
     write_config,
@@ -37,7 +36,7 @@ from dflash_cache.cache.shards import ID_BYTES, MASK_BYTES
 from dflash_cache.cache.staging import Staging
 from dflash_cache.cache.writer import next_shard_numbers, remove_orphans
 from dflash_cache.config.settings import Config
-from dflash_cache.errors import CacheError, ConfigError, DFlashError, TargetError
+from dflash_cache.errors import CacheError, DFlashError, TargetError
 from dflash_cache.target.answers import AnswersTold, answer_batches, deal_batches
 from dflash_cache.target.append import belongs, differences_but_data, join_parts
 from dflash_cache.target.crew import (
@@ -60,6 +59,7 @@ from dflash_cache.target.respond import is_pending, list_batches, read_answers, 
 from dflash_cache.target.work import check_bad_share, missing_samples, plan_buffers, work
 
 _POLL_SECONDS = 0.2
+_GRACE_SECONDS = 20.0  # for other machines to put what they have committed; torchrun kills after 30
 
 
 def generate(config: Config, observer: Observer, append: bool = False) -> Manifest | None:
@@ -72,38 +72,33 @@ def generate(config: Config, observer: Observer, append: bool = False) -> Manife
     storage fails. What was committed stands in any case.
     """
     launched = join_launcher(config)
-    if is_remote(config.cache_dir):
-        if launched is not None:
-            raise ConfigError(
-                "Under torchrun generate writes to a folder that all machines share: set cache_dir to one, or write to "
-                f"{place_of(config.cache_dir)} from one machine with --devices."
-            )
-        return generate_in_store(config, observer, append)
     if launched is not None and launched.rank > 0:
         with terminate_like_interrupt():
             launched.follow(config)
         return None
-    with terminate_like_interrupt(), lock_cache(Path(config.cache_dir)) as lock:
-        if lock is None:
-            observer.noted(
-                f"The storage of {config.cache_dir} knows no locks: see that no other `dflash generate` writes there."
-            )
-        try:
+    lead = launched.lead if launched is not None else lambda *_: nullcontext()
+    with terminate_like_interrupt(), lead():
+        if is_remote(config.cache_dir):
+            with Staging(config.cache_dir, config.remote, observer.noted) as staging, lead(_GRACE_SECONDS):
+                return fill_store(config, launched, staging, observer, append)
+        with lock_cache(Path(config.cache_dir)) as lock:
+            if lock is None:
+                observer.noted(
+                    f"The storage of {config.cache_dir} knows no locks: see that no other `dflash generate` writes "
+                    "there."
+                )
             return fill(Run(config, launched, lock, append, None), observer)
-        except DFlashError as error:
-            if launched is not None:
-                launched.store.set("failed", str(error))
-            raise
 
 
-def generate_in_store(config: Config, observer: Observer, append: bool) -> Manifest:
-    """The same, made in a local folder and put into the store shard by shard, as `cache.staging` says."""
-    with terminate_like_interrupt(), Staging(config.cache_dir, config.remote, observer.noted) as staging:
-        local = config.model_copy(update={"cache_dir": str(staging.folder)})
-        manifest = fill(Run(local, None, staging.lock, append, staging), observer)
-        write_config(config.model_copy(update={"cache_dir": staging.place}), staging.folder)
-        staging.finish()
-        return manifest
+def fill_store(
+    config: Config, launched: Launched | None, staging: Staging, observer: Observer, append: bool
+) -> Manifest:
+    """The cache made in a local folder and put into the store shard by shard, as `cache.staging` says."""
+    local = config.model_copy(update={"cache_dir": str(staging.folder)})
+    manifest = fill(Run(local, launched, staging.lock, append, staging), observer)
+    write_config(config.model_copy(update={"cache_dir": staging.place}), staging.folder)
+    staging.finish()
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Workers:
-    """Who works: this process alone, a crew that it starts, or this process and others that a launcher started."""
+    """Who works: this process alone, a crew that it starts, or this process and others that a launcher started.
+
+    `share_folder`: whether all of them see the files of `config.cache_dir`.
+    """
 
     config: Config
     loader: Loader
@@ -128,6 +126,7 @@ class Workers:
     crew: Crew | None
     launched: Launched | None
     observer: Observer
+    share_folder: bool
 
     @property
     def number(self) -> int:
@@ -135,10 +134,12 @@ class Workers:
         return len(self.crew.devices) if self.crew else self.launched.num_workers if self.launched else 1
 
     def answer(self, prompts: list[list[int]], folder: Path) -> list[list[int]]:
-        """The target's own answers to prompts, all workers taking part. Raises CacheError."""
+        """The target's own answers to prompts; all workers take part if they share a folder. Raises CacheError."""
         settings, progress = self.config.respond, self.observer.responding
         pending = [batch for batch in list_batches(prompts, settings) if is_pending(batch, folder)]
-        if not pending or self.number == 1:
+        if pending and not self.share_folder:
+            self.observer.noted("One worker answers the prompts, for the others share no folder with it.")
+        if not pending or self.number == 1 or not self.share_folder:
             return respond(self.loader.load(), prompts, settings, folder, progress)
         dealer = deal_batches(self.config, self.store, prompts, folder, pending)
         tell = AnswersTold(dealer, len(prompts) - sum(len(batch.members) for batch in pending), len(prompts), progress)
@@ -164,16 +165,16 @@ class Workers:
 
 def gather(run: Run, observer: Observer) -> Workers:
     """The workers that the configuration or the launcher asks for. Raises ConfigError."""
-    config, launched = run.config, run.launched
+    config, launched, share_folder = run.config, run.launched, run.launched is None or run.staging is None
     devices = worker_devices(config)
     if launched is not None:
         config = own_device(config)
-        return Workers(config, Loader(config), launched.store, None, launched, observer)
+        return Workers(config, Loader(config), launched.store, None, launched, observer, share_folder)
     if len(devices) == 1:
         config = on_device(config, devices[0])
-        return Workers(config, Loader(config), HashStore(), None, None, observer)
+        return Workers(config, Loader(config), HashStore(), None, None, observer, share_folder)
     store = open_local_store()
-    return Workers(config, Loader(config), store, Crew(config, devices, store, run.lock), None, observer)
+    return Workers(config, Loader(config), store, Crew(config, devices, store, run.lock), None, observer, share_folder)
 
 
 def fill(run: Run, observer: Observer) -> Manifest:
@@ -183,6 +184,9 @@ def fill(run: Run, observer: Observer) -> Manifest:
     preparation = claim(run, prepare(workers.config, workers.answer, observer, run.append), observer)
     if run.staging is not None:
         run.staging.put_tables()
+        if run.launched is not None:
+            run.staging.put_ready()  # the others see in the store which samples there are
+            run.launched.share(run.staging.token)
 
     missing = missing_samples(cache_dir, len(preparation.bucket_N))
     estimate = estimate_size(run, preparation, missing, workers.number)
@@ -197,6 +201,8 @@ def fill(run: Run, observer: Observer) -> Manifest:
     putting = run.staging.putting(dealer.pause, dealer.stop) if run.staging is not None else nullcontext()
     with tell_what_is_safe(cache_dir, preparation), putting:
         workers.forward(preparation, dealer, bool(missing.any()))
+    if run.staging is not None and run.launched is not None:
+        run.staging.gather()
     consolidate(cache_dir)
     report_rejected(cache_dir, preparation, observer)
     return preparation.manifest

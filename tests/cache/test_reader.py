@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dflash_cache.cache.codec import TORCH_DTYPES
+from dflash_cache.cache.codec import TORCH_DTYPES, code_states
 from dflash_cache.cache.index import commit_fragment, consolidate
 from dflash_cache.cache.layout import Manifest, read_manifest, shard_name, shard_path, write_manifest
 from dflash_cache.cache.reader import CacheReader
 from dflash_cache.cache.shards import ShardWriter
 from dflash_cache.cache.state_format import StateFormat
-from dflash_cache.config.dtypes import Dtype
+from dflash_cache.config.dtypes import Codec, Dtype
 from dflash_cache.errors import CacheError
 
 Sample = tuple[Tensor, Tensor, Tensor]
@@ -138,6 +138,49 @@ def test_direct_reads_give_the_same_bits_whether_rows_lie_on_pages_or_not(tmp_pa
                     torch.equal(*pair) for pair in zip(vars(found).values(), vars(expected).values(), strict=True)
                 )
             assert torch.equal(plain.read_batch(np.array([2])).hidden_STLH[0], states[:7])
+
+
+def is_in_page_cache(path: Path, offset: int) -> bool:
+    """Asks for one byte without waiting for the disk; the kernel then fetches it, so ask once."""
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+
+
+@pytest.mark.parametrize(("codec", "hidden_size"), [("int8", 1024), ("int4", 1024), ("raw", 1000), ("raw", 1024)])
+def test_direct_reads_leave_the_page_cache_alone_whatever_the_codec(
+    tmp_path: Path, codec: Codec, hidden_size: int
+) -> None:
+    form = StateFormat(L, hidden_size, "bfloat16", codec)
+    lengths = [800, 1, 1500, 701]
+    write_manifest(tmp_path, replace(MANIFEST, hidden_size=hidden_size, codec=codec))
+    path = shard_path(tmp_path, 0, 0)
+    with ShardWriter(path, 0, form) as writer:
+        states = torch.randn(1500, L, hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+        placed = [writer.append(torch.arange(n), torch.ones(n, dtype=torch.bool), states[:n]) for n in lengths]
+        writer.commit()
+    constant = {"bucket": [0] * 4, "shard": [shard_name(0, 0)] * 4, "job": [0] * 4, "sample": [0, 1, 2, 3]}
+    columns = {"row": [row for row, _ in placed], "length": lengths, "loss_tokens": lengths}
+    checksums = pa.array([checksum for _, checksum in placed], pa.uint64())
+    commit_fragment(tmp_path, pa.table({**constant, **columns, "checksum": checksums}), "a")
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system knows no direct I/O")
+    middle = 4096 + 1200 * form.token_bytes
+    rows = np.array([2, 0, 3, 1])
+    with CacheReader(tmp_path, direct_io=True) as direct, CacheReader(tmp_path) as plain:
+        found = direct.read_batch(rows)
+        assert not is_in_page_cache(path, middle)
+        expected = plain.read_batch(rows)
+        assert is_in_page_cache(path, middle)
+    assert torch.equal(found.hidden_STLH.view(torch.uint8), expected.hidden_STLH.view(torch.uint8))
+    assert torch.equal(found.hidden_STLH[0], code_states(form, states))
 
 
 def test_the_readers_columns_are_those_of_the_index(tmp_path: Path) -> None:

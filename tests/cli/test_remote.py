@@ -149,9 +149,50 @@ def test_verify_finds_a_flipped_byte_and_a_missing_shard_in_a_store(dflash, proj
         report = json.loads(outcome.out)
         assert [(finding["place"], finding["samples"]) for finding in report["findings"]] == expected
         assert "the first is s3://caches/cache/bucket-0/shard-000099.safetensors." in report["notes"][0]
-    refused = dflash("verify", uri, "--repair")
-    assert refused.code == 2
-    assert refused.err.startswith("Error: --repair mends a folder: copy s3://caches/cache to one, ")
+
+
+def test_repair_takes_damaged_samples_and_tables_out_of_a_store_and_generate_makes_the_same_bits_anew(
+    dflash, project, server, tmp_path
+) -> None:
+    cache, uri = project.parent / "cache", server.uri("cache")
+    before = open_index(cache)
+    row = before.slice(7, 1).to_pylist()[0]
+    data = bytearray((cache / row["shard"]).read_bytes())
+    data[4096 + row["row"] * 3 * 32 * 4] ^= 8
+    (cache / row["shard"]).write_bytes(data)
+    (cache / "jobs.parquet").write_bytes((cache / "jobs.parquet").read_bytes()[:-30])
+    server.kill()
+    server.start()
+    repaired = dflash("verify", uri, "--full", "--repair")
+    assert repaired.code == 2
+    same_job = [each["sample"] for each in before.to_pylist() if each["job"] == row["job"]]
+    assert f"{len(same_job)} samples are taken out" in repaired.out
+    assert sorted(set(before["sample"].to_pylist()) - set(open_index(cache)["sample"].to_pylist())) == same_job
+    assert (cache / "jobs.parquet.damaged").exists()
+    assert not (cache / "jobs.parquet").exists()
+    assert not (cache / "writer.json").exists()
+    options = ("--set", f'cache_dir="{uri}"', "--set", f"remote.staging_dir={tmp_path / 'here'}")
+    made = dflash("generate", project, *options)
+    assert made.code == 0, made.err
+    assert dflash("verify", uri, "--full").code == 0
+    found = open_index(cache)
+    for name in ("sample", "checksum", "job"):
+        assert found[name].to_pylist() == before[name].to_pylist()
+
+
+def test_a_disk_cache_forgets_what_a_shard_held_before_it_was_put_anew(server, project, tmp_path) -> None:
+    settings = RemoteSettings(disk_cache_dir=str(tmp_path / "kept"))
+    shard = project.parent / "cache" / open_index(project.parent / "cache")["shard"][0].as_py()
+    with CacheReader(server.uri("cache"), remote=settings) as reader:
+        read_all(reader)
+    data = bytearray(shard.read_bytes())
+    data[4096:8192] = bytes(4096)
+    server.kill()
+    time.sleep(1)  # stores tell times in seconds
+    shard.write_bytes(data)
+    server.start()
+    with CacheReader(server.uri("cache"), remote=settings) as reader, pytest.raises(CacheError, match="its checksum"):
+        read_all(reader)
 
 
 def test_buckets_of_a_cache_in_a_store_are_those_of_the_folder(dflash, project, server) -> None:

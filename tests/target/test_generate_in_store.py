@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from dflash_cache.cache.rejected import read_rejected
 from dflash_cache.cache.staging import staging_folder
 from dflash_cache.cache.store import RemoteStore
 from dflash_cache.config.settings import Config, RemoteSettings
-from dflash_cache.errors import CacheError, ConfigError, WriteError
+from dflash_cache.errors import CacheError, WriteError
 from dflash_cache.target import pipeline
 from dflash_cache.target.generate import generate
 
@@ -260,11 +261,48 @@ def test_bad_samples_are_recorded_in_the_store(configure, in_store, server, tmp_
     assert set(checksums(server.folder / "cache")) == set(range(NUM_SAMPLES)) - {11}
 
 
-def test_torchrun_and_a_store_are_refused(in_store, monkeypatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"write to s3://caches/cache from one machine with --devices\.$"):
-        generate(in_store(), Listener())
+def generate_launched(config: Config, rank: int, port: int, put: Path, num_put: int) -> None:
+    """One of two workers; the first does no job before so many shards are in the store."""
+    places = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    for (module, name), seconds in shorten_pauses().items():
+        setattr(module, name, seconds)
+    generate(config, Listener(lambda call: wait_for(lambda: call > 1 or len(list(put.glob("bucket-*/*"))) >= num_put)))
+
+
+def launch_both(in_store: Configure, server: S3Server, num_put: int) -> list[Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank, machine in enumerate("ab"):
+        arguments = (in_store(machine), rank, port, server.folder / "cache", num_put)
+        processes.append(multiprocessing.get_context("spawn").Process(target=generate_launched, args=arguments))
+        processes[-1].start()
+    return processes
+
+
+def test_workers_of_several_machines_put_what_they_make_and_killed_at_any_instant_go_on(
+    configure, in_store, server, tmp_path
+) -> None:
+    killed = launch_both(in_store, server, num_put=1000)
+    wait_for(lambda: len(put_shards(server)) >= 3)  # the second worker's, for the first does none
+    for process in killed:
+        process.kill()
+        process.join()
+    safe = len(put_shards(server))
+    assert cached_rows(server.folder / "cache").num_rows < NUM_SAMPLES
+    for process in launch_both(in_store, server, num_put=safe + 2):
+        process.join(120)
+        assert process.exitcode == 0
+    assert checksums(server.folder / "cache") == whole_checksums(configure, tmp_path)
+    assert not (server.folder / "cache" / "writer.json").exists()
+    config = in_store("b")
+    folders = [
+        staging_folder(in_store().cache_dir, in_store().remote),
+        staging_folder(config.cache_dir, config.remote, 1),
+    ]
+    assert [[path.name for path in folder.iterdir()] for folder in folders] == [["writer.lock"]] * 2
 
 
 def test_a_server_killed_and_restarted_in_the_middle_costs_retries_and_not_the_run(
