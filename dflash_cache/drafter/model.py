@@ -20,15 +20,16 @@ from dflash_cache.drafter.gate import gate
 from dflash_cache.drafter.norm import RMSNorm
 from dflash_cache.drafter.rope import rope_table, rotate
 from dflash_cache.drafter.shape import DrafterShape
+from dflash_cache.drafter.sight import Sight
 
 KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where blocks stand: visible_SA, how much of the context each sees; table: the rotary one of their slots."""
+    """Where blocks stand: what they see of the context, and the rotary table of their slots."""
 
-    visible_SA: Tensor
+    sight: Sight
     table: tuple[Tensor, Tensor]
 
     def table_of(self, count: int) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,7 @@ class DraftAttention(nn.Module):
         query = self.q_proj(slots_SABH[:, :, :count]).view(S, A, count, -1, self.head_dim)
         query = rotate(self.q_norm(query), place.table_of(count)).to(block[0].dtype)
         query = query.view(S, A, count, self.num_kv_heads, -1, self.head_dim)
-        mixed = attend_blocks(query, context, block, place.visible_SA)
+        mixed = attend_blocks(query, context, block, place.sight)
         out: Tensor = self.o_proj(mixed.reshape(S, A, count, -1))
         return out
 
@@ -153,7 +154,7 @@ class Drafter(nn.Module):
         offsets = torch.arange(embedded_SABH.shape[2], device=anchors_SA.device)
         positions = anchors_SA[..., None] + offsets
         table = rope_table(positions, self.shape.head_dim, self.shape.rope_theta, self.shape.rope_scaling)
-        place = Place(anchors_SA, table)
+        place = Place(Sight(anchors_SA), table)
         slots = embedded_SABH
         for number, (layer, keys_values) in enumerate(zip(self.layers, context, strict=True), 1):
             slots = layer(slots, keys_values, place, last if number == len(context) else num_slots)
