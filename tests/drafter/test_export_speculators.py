@@ -27,10 +27,11 @@ CLIENT = Path(__file__).with_name("speculators_client.py")
 LAYER_IDS = (0, 2, 4)
 
 
-def make_drafter(folder: Path, layer_ids: tuple[int, ...] = LAYER_IDS) -> Drafter:
+def make_drafter(folder: Path, layer_ids: tuple[int, ...] = LAYER_IDS, **settings: object) -> Drafter:
     """Random, no norm all ones, block size 5, mask token 127."""
     config = TargetFiles(TargetSettings(model=str(folder))).load_config()
-    drafter = Drafter(shape_from_target(config, DrafterSettings(num_layers=2, block_size=5), layer_ids, 127))
+    wanted = DrafterSettings.model_validate({"num_layers": 2, "block_size": 5, **settings})
+    drafter = Drafter(shape_from_target(config, wanted, layer_ids, 127))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -108,10 +109,20 @@ def test_a_drafter_of_a_target_that_scales_its_embeddings_is_refused(save_family
     not PYTHON.exists(),
     reason="vLLM's speculators is missing, whose packages are not ours: `make speculators` gives it an environment",
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_speculators_gives_our_draft_logits_and_converts_zlabs_form_into_ours(save_family, family, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        # so long that it cuts nothing, for its far end is another there (`sight`): the block is causal, alike
+        ("llama", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 14}),
+    ],
+)
+def test_speculators_gives_our_draft_logits_and_converts_zlabs_form_into_ours(
+    save_family, family, settings, tmp_path
+) -> None:
     folder = save_family(family)
-    drafter = make_drafter(folder)
+    drafter = make_drafter(folder, **settings)
     ours, zlab, converted = tmp_path / "ours", tmp_path / "zlab", tmp_path / "converted"
     export_speculators(drafter, TargetSettings(model=str(folder)), ours, "float32")
     export_zlab(drafter, zlab, "float32")
