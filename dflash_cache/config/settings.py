@@ -291,6 +291,9 @@ class TrainSettings(Settings):
         description="blocks of one micro-batch at most, padding included, shared equally by its samples: bounds the "
         "memory of a step; null: anchors_per_sample alone does",
     )
+    gradient_checkpointing: bool = Field(
+        False, description="keep no layer's insides for the backward pass, which computes them again: same bits, slower"
+    )
     parallel: Literal["replicated", "sharded"] = Field(
         "replicated",
         description="what each of several ranks keeps between steps: all weights and the optimizer's state, or its "

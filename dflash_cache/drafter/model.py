@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dflash_cache.drafter.attention import attend_blocks
 from dflash_cache.drafter.gate import gate
@@ -124,10 +125,14 @@ class DraftLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The trainable part: no embedding and no head, both are the target's and frozen (see `frozen`)."""
+    """The trainable part: no embedding and no head, both are the target's and frozen (see `frozen`).
+
+    recomputes: whether a layer keeps its inputs alone for the backward pass, and is computed a second time there.
+    """
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
+        self.recomputes = False
         self.shape = shape
         num_captured = len(shape.target_layer_ids)
         self.fc = nn.Linear(num_captured * shape.hidden_size, shape.hidden_size, bias=False)
@@ -196,6 +201,10 @@ class Drafter(nn.Module):
         place = Place(anchors_SA, table)
         slots = embedded_SABH
         for number, (layer, keys_values) in enumerate(zip(self.layers, context, strict=True), 1):
-            slots = layer(slots, keys_values, place, last if number == len(context) else num_slots)
+            inputs = (slots, keys_values, place, last if number == len(context) else num_slots)
+            if self.recomputes and torch.is_grad_enabled():
+                slots = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+            else:
+                slots = layer(*inputs)
         out: Tensor = self.norm(slots)
         return out
