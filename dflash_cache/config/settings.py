@@ -291,6 +291,9 @@ class TrainSettings(Settings):
         description="blocks of one micro-batch at most, padding included, shared equally by its samples: bounds the "
         "memory of a step; null: anchors_per_sample alone does",
     )
+    attention: Literal["auto", "dense"] = Field(
+        "auto", description="auto: CPUs' flash kernel, CUDA's FlexAttention; dense: all weights in memory, anywhere"
+    )
     gradient_checkpointing: bool = Field(
         False, description="keep no layer's insides for the backward pass, which computes them again: same bits, slower"
     )

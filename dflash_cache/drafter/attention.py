@@ -18,12 +18,15 @@ queries of a key-value head.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from dflash_cache.drafter.flex import attend_flex
 from dflash_cache.drafter.sight import Sight
+
+Way = Literal["auto", "dense"]
 
 _HIDDEN = -1e30  # finite, so that a block that sees nothing gets no weight instead of NaN
 
@@ -32,14 +35,17 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def attend_blocks(
-    query_SACKGD: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], sight: Sight
+    query_SACKGD: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], sight: Sight, way: Way = "auto"
 ) -> Tensor:
     """Softmax attention over [context ; own block], of what `sight` lets each slot see.
 
     `context` holds keys and values (S, T, K, D), `block` keys and values (S, A, B, K, D). Returns (S, A, C, K, G, D).
     """
     _, A, C, _, G, _ = query_SACKGD.shape
-    if query_SACKGD.device.type != "cpu" or A == 1:  # one block, as in decoding, has no weights worth saving
+    device = query_SACKGD.device.type
+    if way == "auto" and device == "cuda" and A > 1:
+        return attend_flex(query_SACKGD, context, block, sight)
+    if way == "dense" or device != "cpu" or A == 1:  # one block, as in decoding, has no weights worth saving
         return attend_densely(query_SACKGD, context, block, sight)
     mask, hidden_RB = sight.once(
         (C, G, query_SACKGD.dtype), partial(_make_masks, sight, query_SACKGD, context[0].shape[1], block[0].shape[2])

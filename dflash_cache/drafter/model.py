@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dflash_cache.drafter.attention import attend_blocks
+from dflash_cache.drafter.attention import Way, attend_blocks
 from dflash_cache.drafter.gate import gate
 from dflash_cache.drafter.norm import RMSNorm
 from dflash_cache.drafter.rope import rope_table, rotate
@@ -37,10 +37,11 @@ class KeysValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where blocks stand: their anchors, and the rotary table of their slots."""
+    """Where blocks stand: their anchors, the rotary table of their slots; and the way their attention is computed."""
 
     anchors_SA: Tensor
     table: tuple[Tensor, Tensor]
+    way: Way
     _sights: dict[tuple[int | None, int], Sight] = field(default_factory=dict)
 
     def sight_of(self, window: int | None, first: int) -> Sight:
@@ -85,7 +86,7 @@ class DraftAttention(nn.Module):
         query = rotate(self.q_norm(query), place.table_of(count)).to(block[0].dtype)
         query = query.view(S, A, count, self.num_kv_heads, -1, self.head_dim)
         sight = place.sight_of(self.window, context.first)
-        mixed = attend_blocks(query, (context.keys, context.values), block, sight)
+        mixed = attend_blocks(query, (context.keys, context.values), block, sight, place.way)
         out: Tensor = self.o_proj(mixed.reshape(S, A, count, -1))
         return out
 
@@ -127,11 +128,13 @@ class DraftLayer(nn.Module):
 class Drafter(nn.Module):
     """The trainable part: no embedding and no head, both are the target's and frozen (see `frozen`).
 
-    recomputes: whether a layer keeps its inputs alone for the backward pass, and is computed a second time there.
+    attention: the way it is computed; recomputes: whether a layer keeps its inputs alone for the backward pass, and is
+    computed a second time there.
     """
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
+        self.attention: Way = "auto"
         self.recomputes = False
         self.shape = shape
         num_captured = len(shape.target_layer_ids)
@@ -198,7 +201,7 @@ class Drafter(nn.Module):
         offsets = torch.arange(embedded_SABH.shape[2], device=anchors_SA.device)
         positions = anchors_SA[..., None] + offsets
         table = rope_table(positions, self.shape.head_dim, self.shape.rope_theta, self.shape.rope_scaling)
-        place = Place(anchors_SA, table)
+        place = Place(anchors_SA, table, self.attention)
         slots = embedded_SABH
         for number, (layer, keys_values) in enumerate(zip(self.layers, context, strict=True), 1):
             inputs = (slots, keys_values, place, last if number == len(context) else num_slots)

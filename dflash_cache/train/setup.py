@@ -173,7 +173,7 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
         check_unused(mask_token, candidates, reader.tables_dir)
         shape = shape_from_target(files.load_config(), wanted, reader.manifest.drafter_layer_ids, mask_token)
         drafter = Drafter(shape)
-        drafter.recomputes = settings.gradient_checkpointing
+        drafter.attention, drafter.recomputes = settings.attention, settings.gradient_checkpointing
         init: str = config.drafter.init
         if earlier is None:
             start_drafter(drafter, config.drafter, files, settings.seed)

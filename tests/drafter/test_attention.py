@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dflash_cache.drafter import attention
 from dflash_cache.drafter.attention import attend_blocks, attend_densely
 from dflash_cache.drafter.rope import rotary_table, rotate
 from dflash_cache.drafter.sight import Sight
@@ -105,6 +106,18 @@ def test_the_masks_of_a_step_are_made_once_for_all_layers_that_see_the_same(monk
     states, slots = torch.randn(2, 9, 3, 16, generator=generator), torch.randn(2, 3, 4, 16, generator=generator)
     drafter(slots, drafter.read_context(states), torch.tensor([[0, 3, 8], [5, 6, 9]]), max_slots=2)
     assert made == [(4, 9), (3, 9)]  # the last layer computes three slots
+
+
+def test_a_drafter_told_to_attend_densely_does_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make_drafter(layer_types=("sliding_attention", "full_attention"), sliding_window=6)
+    generator = torch.Generator().manual_seed(0)
+    states, slots = torch.randn(2, 9, 3, 16, generator=generator), torch.randn(2, 3, 4, 16, generator=generator)
+    anchors = torch.tensor([[0, 3, 8], [5, 6, 9]])
+    expected = drafter(slots, drafter.read_context(states), anchors)
+    monkeypatch.setattr(attention, "_FlashAttention", None)
+    drafter.attention = "dense"
+    found = drafter(slots, drafter.read_context(states), anchors)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_is_right_within_its_rounding() -> None:
