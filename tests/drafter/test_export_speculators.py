@@ -72,7 +72,7 @@ def test_the_config_counts_layers_from_one_and_names_the_target(llama_folder: Pa
         "dtype": "bfloat16",
         "mask_token_id": 127,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": True,  # vLLM would make full layers causal
         "speculators_model_type": "dflash",
         "speculators_version": "0.9.0",
         "target_hidden_size": None,
@@ -105,6 +105,17 @@ def test_a_drafter_of_a_target_that_scales_its_embeddings_is_refused(save_family
     assert not (tmp_path / "out").exists()
 
 
+def test_a_drafter_with_sliding_and_full_layers_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    drafter = make_drafter(llama_folder, layer_types=["sliding_attention", "full_attention"], sliding_window=9)
+    with pytest.raises(RunError) as caught:
+        export_speculators(drafter, TargetSettings(model=str(llama_folder)), tmp_path / "out", "float32")
+    assert str(caught.value) == (
+        "vLLM takes all layers of speculators' format for causal if one is, and this drafter has sliding layers beside "
+        "full ones: export it with --format zlab, which it serves as well."
+    )
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.skipif(
     not PYTHON.exists(),
     reason="vLLM's speculators is missing, whose packages are not ours: `make speculators` gives it an environment",
@@ -115,7 +126,7 @@ def test_a_drafter_of_a_target_that_scales_its_embeddings_is_refused(save_family
         ("llama", {}),
         ("qwen3", {}),
         # so long that it cuts nothing, for its far end is another there (`sight`): the block is causal, alike
-        ("llama", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 14}),
+        ("llama", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 14}),
     ],
 )
 def test_speculators_gives_our_draft_logits_and_converts_zlabs_form_into_ours(
@@ -151,4 +162,5 @@ def test_speculators_gives_our_draft_logits_and_converts_zlabs_form_into_ours(
     for tree in (config, theirs):
         tree.pop("transformer_layer_config")  # theirs leaves out what is transformers' default
         tree["speculators_config"]["verifier"].pop("name_or_path")  # ours is made absolute
+    assert config.pop("sliding_window_non_causal") == (not settings)  # theirs is always false
     assert config == {key: theirs[key] for key in config}
