@@ -16,12 +16,15 @@ the same command runs there (`--device cuda`).
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command line does, for both ways
 
 import torch
 from rich.console import Console

@@ -1,10 +1,9 @@
 """The supervised rows of a few blocks at once: their losses from their logits, and the gradient by their states.
 
-A chunk's logits, rows × vocabulary, live until the next chunk is read. Rows with hard labels alone take the short way:
-the logits stay in the head's dtype, and float32 exists a piece of the vocabulary at a time, in the processor's own
-cache, where maximum, exponentials and sum cost little; the gradient softmax − one-hot is e^(z − max) times the head,
-then scaled a row, less the label's row of the head. Soft labels, a right slot's entropy and a capped head need the
-probabilities themselves, and take the long way with all logits in float32.
+Rows with hard labels alone take the short way: the gradient, softmax − one-hot times the head, is the head's mean under
+the row's distribution less the label's row of it, so that logits exist a piece of the vocabulary at a time (`pieces`).
+Soft labels, a right slot's entropy and a capped head need the probabilities themselves, and take the long way: all
+logits of a chunk of rows, in float32, until the next chunk is read.
 """
 
 from dataclasses import dataclass
@@ -12,14 +11,11 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dflash_cache.drafter.head import Head
+from dflash_cache.drafter.pieces import count_parts, read_head
 from dflash_cache.drafter.teacher import Teacher
 
-SHORT_ROWS = 240  # below 256, beyond which CPUs' bfloat16 products with a long inner axis are at half their speed
-ROW_STEP = 40  # rows are filled up to a multiple: a CPU builds a bfloat16 product anew for each size, in milliseconds
-PIECE_LOGITS = 1 << 19  # 2 MB in float32: the second-level cache of a core or two
 LONG_LOGITS = 6_000_000  # of one chunk: 24 MB in float32
 LOWEST_LOGIT = -60.0  # below the highest; e^-60 is nothing in float32, and no product of it is denormal, which is slow
 
@@ -57,41 +53,32 @@ class RowTerms:
     unweighted: Tensor | float
 
 
-def open_chunk(head: Head, slots: int, extra: Extra, wants_gradient: bool) -> "ShortWay | LongWay":
-    """Room for the rows of a few blocks of `slots` supervised slots each."""
+def open_chunk(head: Head, mask_NK: Tensor, slots: int, extra: Extra, wants_gradient: bool) -> "ShortWay | LongWay":
+    """A way to read the supervised rows of N blocks, of whose K slots the first `slots` may be supervised."""
     if extra.cap_weight or extra.soft is not None or head.softcap is not None:
         return LongWay(head, slots, extra, wants_gradient)
-    return ShortWay(head, slots)
+    return ShortWay(head, mask_NK, wants_gradient)
 
 
 class ShortWay:
     """Hard labels under a head without a cap."""
 
-    def __init__(self, head: Head, slots: int) -> None:
-        self.num_blocks = max(1, SHORT_ROWS // slots)
-        self._head = head
-        self._low = _take_room(self.num_blocks * slots, head.weight_VH, head.weight_VH.dtype, "drafter")
+    def __init__(self, head: Head, mask_NK: Tensor, wants_gradient: bool) -> None:
+        self.num_blocks = max(1, -(-len(mask_NK) // count_parts(int(mask_NK.sum()))))
+        self._head, self._wants_gradient = head, wants_gradient
 
     def read(self, states_RH: Tensor, labels_R: Tensor, before_R: Tensor) -> RowTerms:
-        """Terms of rows (R, H); the exponentials stay for `pull_back`."""
-        R = len(labels_R)
-        low_RV = self._low[:R]
-        self._rows = self._low[: min(len(self._low), R + -R % ROW_STEP)]
-        self._head.fill_product(F.pad(states_RH, (0, 0, 0, len(self._rows) - R)), self._rows)
-        highest_R = low_RV.amax(dim=1)
-        label_logit_R = low_RV.gather(1, labels_R[:, None])[:, 0]
-        correct_R = _labels_chosen(low_RV, labels_R, label_logit_R == highest_R)
-        total_R = _exponentiate(low_RV, highest_R.float())
-        ce_R = total_R.log() + highest_R.float() - label_logit_R.float()
-        self._labels_R, self._total_R = labels_R, total_R
-        return RowTerms(ce_R, ce_R, correct_R, 0.0)
+        """Terms of rows (R, H); their means of the head stay for `pull_back`."""
+        found = read_head(self._head, states_RH, labels_R, self._wants_gradient)
+        self._labels_R, self._mean_RH = labels_R, found.mean_RH
+        ce_R = found.log_total_R - found.logit_R
+        return RowTerms(ce_R, ce_R, found.chosen_R, 0.0)
 
     def pull_back(self, weights_R: Tensor) -> Tensor:
         """The gradient (R, H), float32, of Σ weight · loss of the rows that were read last."""
-        weight_VH, labels_R = self._head.weight_VH, self._labels_R
-        gradient_RH = (self._rows @ weight_VH)[: len(labels_R)].float().mul_((weights_R / self._total_R)[:, None])
-        gradient_RH.addcmul_(weight_VH[labels_R].float(), weights_R[:, None], value=-1)
-        return gradient_RH.mul_(self._head.scale)
+        assert self._mean_RH is not None
+        gradient_RH = self._mean_RH.sub_(self._head.weight_VH[self._labels_R])
+        return gradient_RH.mul_((weights_R * self._head.scale)[:, None])
 
 
 class LongWay:
@@ -156,22 +143,6 @@ class LongWay:
         log_RV.sub_(log_RV.logsumexp(dim=1, keepdim=True)).clamp_(min=LOWEST_LOGIT)
         q_RV = log_RV.exp()
         return q_RV, -torch.linalg.vecdot(q_RV, log_RV)
-
-
-def _exponentiate(low_RV: Tensor, highest_R: Tensor) -> Tensor:
-    """Replace logits by e^(logit − highest), piece by piece, and return their sums (R,) in float32."""
-    R, V = low_RV.shape
-    total_R = torch.zeros_like(highest_R)
-    width = max(1, PIECE_LOGITS // max(1, R))
-    is_wide = low_RV.dtype == torch.float32
-    wide_RP = torch.empty(0 if is_wide else R, width, dtype=torch.float32, device=low_RV.device)
-    for begin in range(0, V, width):
-        piece = low_RV[:, begin : begin + width]
-        wide = piece if is_wide else wide_RP[:, : piece.shape[1]].copy_(piece)
-        total_R += wide.sub_(highest_R[:, None]).clamp_(min=LOWEST_LOGIT).exp_().sum(dim=1)
-        if not is_wide:
-            piece.copy_(wide)
-    return total_R
 
 
 def _take_room(rows: int, weight_VH: Tensor, dtype: torch.dtype, whose: str) -> Tensor:

@@ -7,7 +7,7 @@ rows × hidden instead of rows × vocabulary; a bias is added by the product its
 once more. The scale is positive and tanh ascends: the argmax is the plain product's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,15 +27,22 @@ class Head:
         """Whether the logits are states times weight, and nothing else."""
         return self.bias_V is None and self.scale == 1.0 and self.softcap is None
 
+    def cut(self, begin: int, end: int) -> "Head":
+        """The head of the vocabulary's entries begin … end − 1 alone: a view."""
+        bias = None if self.bias_V is None else self.bias_V[begin:end]
+        return replace(self, weight_VH=self.weight_VH[begin:end], bias_V=bias)
+
+    def scale_states(self, states_RH: Tensor) -> Tensor:
+        """What `fill_product` takes, in the head's dtype, from states (R, H) of any dtype."""
+        return (states_RH if self.scale == 1.0 else states_RH.float() * self.scale).to(self.weight_VH.dtype)
+
     @torch.no_grad()
-    def fill_product(self, states_RH: Tensor, low_RV: Tensor) -> None:
+    def fill_product(self, scaled_RH: Tensor, low_RV: Tensor) -> None:
         """Fill `low_RV`, in the head's dtype, with the logits before a cap: the z above."""
-        dtype = self.weight_VH.dtype
-        rows_RH = (states_RH if self.scale == 1.0 else states_RH.float() * self.scale).to(dtype)
         if self.bias_V is None:
-            torch.mm(rows_RH, self.weight_VH.T, out=low_RV)
+            torch.mm(scaled_RH, self.weight_VH.T, out=low_RV)
         else:
-            torch.addmm(self.bias_V * self.scale, rows_RH, self.weight_VH.T, out=low_RV)
+            torch.addmm(self.bias_V * self.scale, scaled_RH, self.weight_VH.T, out=low_RV)
 
     @torch.no_grad()
     def fill_logits(self, states_RH: Tensor, low_RV: Tensor, wide_RV: Tensor, slope_RV: Tensor | None = None) -> None:
@@ -44,7 +51,7 @@ class Head:
         `low_RV`, in the head's dtype, is overwritten too, and may be the same memory where that is float32.
         `slope_RV` (float32), where given, gets the cap's derivative 1 − (logits / c)², for `pull_back`.
         """
-        self.fill_product(states_RH, low_RV)
+        self.fill_product(self.scale_states(states_RH), low_RV)
         wide_RV.copy_(low_RV)  # nothing is copied where both are the same float32 buffer
         if self.softcap is not None:
             wide_RV.div_(self.softcap).tanh_()

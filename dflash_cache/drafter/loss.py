@@ -115,7 +115,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         correct_NK = torch.zeros(N, K, dtype=torch.bool, device=device)
         loss_sum = torch.zeros((), device=device)
         weight_sum = torch.zeros((), device=device)
-        chunk = open_chunk(head, num_slots, terms.extra, wants_gradient)
+        chunk = open_chunk(head, mask_NK, num_slots, terms.extra, wants_gradient)
         for begin in range(0, N, chunk.num_blocks):
             part = slice(begin, begin + chunk.num_blocks)
             mask = mask_NK[part]

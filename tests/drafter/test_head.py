@@ -95,7 +95,7 @@ def test_chunks_and_the_heads_dtype_change_nothing_but_rounding(dtype: torch.dty
 
 
 def count_passes(head: Head) -> int:
-    """Operations of a loss that give a tensor of the logits' size."""
+    """Operations of a loss that give a tensor of at least the logits' size; a few rows more are computed at times."""
     states, blocks = torch.randn(1, 5, 4, 6).requires_grad_(), random_blocks(8)
     size = int(blocks.mask_SAK.sum()) * len(head.weight_VH)
     sizes: list[int] = []
@@ -103,12 +103,14 @@ def count_passes(head: Head) -> int:
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            sizes.extend(tensor.numel() for tensor in (out if isinstance(out, tuple) else (out,)))
+            outs = out if isinstance(out, tuple) else (out,)
+            sizes.extend(each.numel() for each in outs if isinstance(each, Tensor))
             return out
 
+    block_loss(states, blocks, head, UNIFORM)  # what is kept from call to call is there
     with Count():
         block_loss(states, blocks, head, UNIFORM)
-    return sizes.count(size)
+    return sum(each >= size for each in sizes)
 
 
 def test_a_scale_and_a_bias_cost_no_pass_over_the_logits_and_a_cap_is_paid_for_where_there_is_one() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_cache.config.settings import ObjectiveSettings
-from dflash_cache.drafter import chunk as chunk_module
 from dflash_cache.drafter import model as model_module
+from dflash_cache.drafter import pieces
 from dflash_cache.drafter.anchors import draw_anchors, make_blocks, pad_anchors
 from dflash_cache.drafter.chunk import Extra, LongWay, ShortWay
 from dflash_cache.drafter.frozen import FrozenTarget
@@ -122,9 +122,9 @@ def test_chunks_of_the_head_change_nothing(kind: str, monkeypatch: pytest.Monkey
     samples = make_samples([17, 9], 3)
     anchors = [draw_anchors(mask.numpy(), 8, (0, 0, s)) for s, (_, mask, _) in enumerate(samples)]
     results = []
-    for rows, piece in ((240, 1 << 19), (1, 1), (10**6, 1000)):
-        monkeypatch.setattr(chunk_module, "SHORT_ROWS", rows)
-        monkeypatch.setattr(chunk_module, "PIECE_LOGITS", piece)
+    for rows, piece in ((560, 8192), (1, 1), (10, 7)):
+        monkeypatch.setattr(pieces, "FEW_ROWS", rows)
+        monkeypatch.setattr(pieces, "FEW_PIECE", piece)
         drafter = make_drafter()
         loss = fast_loss(drafter, samples, anchors, ObjectiveSettings(weights=kind))
         loss.loss_sum.backward()
@@ -142,7 +142,8 @@ def test_the_short_way_gives_what_the_long_way_gives(dtype: torch.dtype, toleran
     states_RH, weight_VH, bias_V = (torch.randn(*shape, generator=generator) for shape in ((30, 16), (50, 16), (50,)))
     head = Head(weight_VH.to(dtype), bias_V.to(dtype), scale=0.7)
     labels_R, weights_R = torch.randint(50, (30,), generator=generator), torch.rand(30, generator=generator)
-    short, long = ShortWay(head, 6), LongWay(head, 6, Extra(), wants_gradient=True)
+    everything = torch.ones(5, 6, dtype=torch.bool)
+    short, long = ShortWay(head, everything, True), LongWay(head, 6, Extra(), True)
     one, other = (way.read(states_RH, labels_R, labels_R) for way in (short, long))
     torch.testing.assert_close(one.ce_R, other.ce_R, rtol=tolerance, atol=tolerance)
     assert torch.equal(one.correct_R, other.correct_R)
