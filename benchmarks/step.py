@@ -65,7 +65,7 @@ class Input:
 def our_step(drafter: Drafter, frozen: FrozenTarget, states: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """The step as training runs it."""
     slots = frozen.embed_blocks(blocks.tokens_SA, drafter.shape)
-    out = drafter(slots, drafter.read_context(states), blocks.anchors_SA)
+    out = drafter(slots, drafter.read_context(states, anchors_SA=blocks.anchors_SA), blocks.anchors_SA)
     loss = block_loss(out, blocks, frozen.head, partial(weigh_slots, settings=ObjectiveSettings()))
     return loss.loss_sum / loss.weight_sum
 

@@ -18,7 +18,8 @@ from dflash_cache.cache.seal import BLANK_SEAL, check_seal, seal_bytes
 from dflash_cache.cache.state_format import StateFormat
 from dflash_cache.config.dtypes import Codec, Dtype
 from dflash_cache.config.loading import dump_config
-from dflash_cache.config.settings import Config, NonNegativeInt, PositiveInt
+from dflash_cache.config.section import NonNegativeInt, PositiveInt
+from dflash_cache.config.settings import Config
 from dflash_cache.errors import CacheError
 
 FORMAT_VERSION = 1

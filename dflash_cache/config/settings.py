@@ -4,33 +4,20 @@ Unknown keys are refused (see `loading`, which names the nearest known one). A s
 means and its unit; where the default comes from a paper or a peer, FIELD.md's source is named.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dflash_cache.config.dtypes import CodecOrNone, ComputeDtype, Dtype, DtypeOrAuto
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Settings(BaseModel):
-    """Base of every section: immutable, no unknown keys, defaults checked like given values."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _booleans_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic takes true for 1, and nobody who writes `epochs: true` means one epoch
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
-            raise ValueError("must not be true or false")
-        return value
+from dflash_cache.config.section import (
+    Decay,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    Share,
+)
 
 
 class TargetSettings(Settings):
@@ -171,6 +158,12 @@ class DrafterSettings(Settings):
         description="target: its linear, llama3 or plain yarn scaling; none: the plain rope",
     )
     vocab_size: PositiveInt | None = Field(None, description="in the exported config; the embedding is the target's")
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = Field(
+        None, description="of every layer, as in transformers' configs; null: full_attention"
+    )
+    sliding_window: PositiveInt | None = Field(
+        None, description="positions that a slot of a sliding_attention layer sees, its own included (drafter/sight.py)"
+    )
     init: Literal["random", "target-layers", "auto"] = Field(
         "random",
         description="target-layers: start from the target's last layers, `fc` passing the deepest captured one "
@@ -296,6 +289,12 @@ class TrainSettings(Settings):
         None,
         description="blocks of one micro-batch at most, padding included, shared equally by its samples: bounds the "
         "memory of a step; null: anchors_per_sample alone does",
+    )
+    attention: Literal["auto", "dense"] = Field(
+        "auto", description="auto: CPUs' flash kernel, CUDA's FlexAttention; dense: all weights in memory, anywhere"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="keep no layer's insides for the backward pass, which computes them again: same bits, slower"
     )
     parallel: Literal["replicated", "sharded"] = Field(
         "replicated",

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from dflash_cache.config.loading import describe_errors, read_yaml, set_value, validate_config
-from dflash_cache.config.settings import Config, Settings
+from dflash_cache.config.section import Settings
+from dflash_cache.config.settings import Config
 from dflash_cache.errors import ConfigError
 
 SECTIONS = ("drafter", "objective", "train")  # all of a run that the cache does not decide

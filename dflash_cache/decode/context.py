@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.model import Drafter, KeysValues
 from dflash_cache.target.load import Target
 
 
@@ -65,27 +65,36 @@ class DraftContext:
         # Padding goes where no row ever reads: to the buffers' last place, index −1.
         places_ST = (first + torch.arange(num_new, device=first.device)).clamp(min=-1)
         rows_S1 = torch.arange(num_rows, device=first.device)[:, None]
-        for (keys, values), (new_keys, new_values) in zip(self._buffers, new, strict=True):
+        for (keys, values), (new_keys, new_values, _) in zip(self._buffers, new, strict=True):
             keys[rows_S1, places_ST] = new_keys
             values[rows_S1, places_ST] = new_values
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def view(self, rows: Sequence[int] | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (S, T, K, D) of each layer, T the longest row; with `rows`, a copy of these alone."""
-        end = max(self.lengths)
+    def view(self, rows: Sequence[int] | None = None) -> list[KeysValues]:
+        """Keys and values of each layer, up to the longest row's; with `rows`, a copy of these alone.
+
+        Of a sliding layer no more than blocks behind the rows see: a draft's work does not grow with the text.
+        """
+        lengths = self.lengths if rows is None else [self.lengths[row] for row in rows]
         picked: Any = slice(None) if rows is None else list(rows)
-        return [(keys[picked, :end], values[picked, :end]) for keys, values in self._buffers]
+        views = []
+        for layer, (keys, values) in zip(self._drafter.layers, self._buffers, strict=True):
+            window = layer.self_attn.window
+            first = 0 if window is None else max(0, min(lengths) - window + 1)
+            seen = slice(first, max(lengths))
+            views.append(KeysValues(keys[picked, seen], values[picked, seen], first))
+        return views
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone."""
         self._buffers = [(keys[list(rows)], values[list(rows)]) for keys, values in self._buffers]
         self.lengths = [self.lengths[row] for row in rows]
 
-    def _grow(self, like: list[tuple[Tensor, Tensor]], room: int) -> None:
+    def _grow(self, like: list[KeysValues], room: int) -> None:
         grown = []
-        for layer, pair in enumerate(like):
+        for layer, (keys, values, _) in enumerate(like):
             parts = []
-            for part, tensor in enumerate(pair):
+            for part, tensor in enumerate((keys, values)):
                 buffer = tensor.new_zeros(tensor.shape[0], room, *tensor.shape[2:])
                 if self._buffers:
                     old = self._buffers[layer][part]

@@ -1,4 +1,4 @@
-"""Attention of draft blocks: each slot sees the context before its block's anchor, and its own block.
+"""Attention of draft blocks: each slot sees the context before its block's anchor, and its own block (`sight`).
 
 The two parts are computed apart and joined in one softmax, so that a block never meets the keys of another
 block: memory and work grow with slots × (context + block size) instead of slots × (context + all slots),
@@ -17,12 +17,17 @@ G query heads that share one of them, D head size; C slots of a block that ask, 
 queries of a key-value head.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-_MASK_NUMBERS = 1 << 23  # of the context's mask at once: more anchors are taken in turns
+from dflash_cache.drafter.flex import attend_flex
+from dflash_cache.drafter.sight import Sight
+
+Way = Literal["auto", "dense"]
+
 _HIDDEN = -1e30  # finite, so that a block that sees nothing gets no weight instead of NaN
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -30,31 +35,29 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def attend_blocks(
-    query_SACKGD: Tensor,
-    context: tuple[Tensor, Tensor],
-    block: tuple[Tensor, Tensor],
-    visible_SA: Tensor,
+    query_SACKGD: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], sight: Sight, way: Way = "auto"
 ) -> Tensor:
-    """Softmax attention over [visible context ; own block], without a causal mask inside the block.
+    """Softmax attention over [context ; own block], of what `sight` lets each slot see.
 
-    `context` holds keys and values (S, T, K, D), `block` keys and values (S, A, B, K, D); `visible_SA` counts
-    the context positions that a block sees, from the first one on. Returns (S, A, C, K, G, D).
+    `context` holds keys and values (S, T, K, D), `block` keys and values (S, A, B, K, D). Returns (S, A, C, K, G, D).
     """
-    S, A, C, _, G, _ = query_SACKGD.shape
-    if query_SACKGD.device.type != "cpu" or A == 1:  # one block, as in decoding, has no weights worth saving
-        return attend_densely(query_SACKGD, context, block, visible_SA)
-    at_once = max(1, _MASK_NUMBERS // (S * C * G * context[0].shape[1]))
-    parts = [
-        _FlashAttention.apply(  # type: ignore[no-untyped-call]
-            query_SACKGD[:, part], *context, block[0][:, part], block[1][:, part], visible_SA[:, part]
-        )
-        for part in (slice(begin, begin + at_once) for begin in range(0, A, at_once))
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    _, A, C, _, G, _ = query_SACKGD.shape
+    device = query_SACKGD.device.type
+    if way == "auto" and device == "cuda" and A > 1:
+        return attend_flex(query_SACKGD, context, block, sight)
+    if way == "dense" or device != "cpu" or A == 1:  # one block, as in decoding, has no weights worth saving
+        return attend_densely(query_SACKGD, context, block, sight)
+    mask, hidden_RB = sight.once(
+        (C, G, query_SACKGD.dtype), partial(_make_masks, sight, query_SACKGD, context[0].shape[1], block[0].shape[2])
+    )
+    attended: Tensor = _FlashAttention.apply(  # type: ignore[no-untyped-call]
+        query_SACKGD, *context, *block, mask, hidden_RB
+    )
+    return attended
 
 
 def attend_densely(
-    query_SACKGD: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], visible_SA: Tensor
+    query_SACKGD: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], sight: Sight
 ) -> Tensor:
     """The same with all weights in memory: for other devices, for one block, and to compare with."""
     S, A, C, K, G, D = query_SACKGD.shape
@@ -62,18 +65,21 @@ def attend_densely(
     context_value_SKTD = context[1].transpose(1, 2)
     block_key_SKADB = block[0].permute(0, 3, 1, 4, 2)
     block_value_SKABD = block[1].permute(0, 3, 1, 2, 4)
-    T = context_key_SKDT.shape[-1]
+    T, B = context_key_SKDT.shape[-1], block[0].shape[2]
 
     query_SKAQD = (query_SACKGD * D**-0.5).permute(0, 3, 1, 2, 4, 5).reshape(S, K, A, C * G, D)
-    over_context = (query_SKAQD.reshape(S, K, A * C * G, D) @ context_key_SKDT).view(S, K, A, C * G, T)
-    hidden_SAT = torch.arange(T, device=visible_SA.device) >= visible_SA[..., None]
-    over_context = over_context.masked_fill(hidden_SAT[:, None, :, None, :], float("-inf"))
-    over_block = query_SKAQD @ block_key_SKADB
+    over_context = (query_SKAQD.reshape(S, K, A * C * G, D) @ context_key_SKDT).view(S, K, A, C, G, T)
+    hidden_SACT = sight.hidden_context(C, T)
+    over_context = over_context.masked_fill(hidden_SACT[:, None, :, :, None], float("-inf"))
+    over_block = (query_SKAQD @ block_key_SKADB).view(S, K, A, C, G, B)
+    hidden_CB = sight.hidden_block(C, B)
+    if hidden_CB is not None:
+        over_block = over_block.masked_fill(hidden_CB[:, None], float("-inf"))
 
     weights = torch.softmax(torch.cat([over_context, over_block], dim=-1), dim=-1, dtype=torch.float32)
     weights = weights.to(context_value_SKTD.dtype)
     from_context = weights[..., :T].reshape(S, K, A * C * G, T) @ context_value_SKTD
-    from_block = weights[..., T:] @ block_value_SKABD
+    from_block = weights[..., T:].reshape(S, K, A, C * G, B) @ block_value_SKABD
     mixed = from_context.view(S, K, A, C, G, D) + from_block.view(S, K, A, C, G, D)
     return mixed.permute(0, 2, 3, 1, 4, 5)
 
@@ -83,16 +89,17 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        query, context_key, context_value, key, value, visible = tensors
+        query, context_key, context_value, key, value, mask, hidden_RB = tensors
         S, A, C, K, G, D = ctx.shape = query.shape
         query_SKQD = query.permute(0, 3, 1, 2, 4, 5).contiguous().view(S, K, A * C * G, D)
         context = (context_key.transpose(1, 2), context_value.transpose(1, 2))
         key_NBD, value_NBD = (x.permute(0, 3, 1, 2, 4).reshape(S * K * A, -1, D) for x in (key, value))
-        mask = _hide(visible, C * G, context_key.shape[1], query.dtype)
         over_context, log_SKQ = _flash(query_SKQD, *context, 0.0, False, attn_mask=mask, scale=D**-0.5)
 
         query_NRD = query_SKQD.view(-1, C * G, D)
         scores_NRB = torch.bmm(query_NRD, key_NBD.transpose(1, 2)).float().mul_(D**-0.5)
+        if hidden_RB is not None:
+            scores_NRB.masked_fill_(hidden_RB, float("-inf"))
         log_NR1 = log_SKQ.reshape(-1, C * G, 1)
         joint_NR1 = torch.logaddexp(log_NR1, scores_NRB.logsumexp(-1, keepdim=True))
         weights_NRB = scores_NRB.sub_(joint_NR1).exp_()
@@ -121,12 +128,15 @@ class _FlashAttention(torch.autograd.Function):
         to_query = torch.baddbmm(to_query.reshape(out_NRD.shape), to_scores, key_NBD)
         to_query = to_query.view(S, K, A, C, G, D).permute(0, 2, 3, 1, 4, 5)
         to_key, to_value = (x.view(S, K, A, -1, D).permute(0, 2, 3, 1, 4) for x in (to_key, to_value))
-        return to_query, to_context_key.transpose(1, 2), to_context_value.transpose(1, 2), to_key, to_value, None
+        return to_query, to_context_key.transpose(1, 2), to_context_value.transpose(1, 2), to_key, to_value, None, None
 
 
-def _hide(visible_SA: Tensor, queries: int, num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the context's scores (S, 1, Q, T): 0 where a block's queries see a position."""
-    S, A = visible_SA.shape
-    hidden_SAT = torch.arange(num_tokens) >= visible_SA[..., None]
-    mask_SAT = torch.zeros(hidden_SAT.shape, dtype=dtype).masked_fill_(hidden_SAT, _HIDDEN)
-    return mask_SAT[:, :, None].expand(S, A, queries, num_tokens).reshape(S, 1, A * queries, num_tokens)
+def _make_masks(sight: Sight, query_SACKGD: Tensor, num_tokens: int, block_size: int) -> tuple[Tensor, Tensor | None]:
+    """What is added to the context's scores (S, 1, Q, T), 0 where it is seen; what is hidden of the block (R, B)."""
+    S, A, C, _, G, _ = query_SACKGD.shape
+    hidden_SACT = sight.hidden_context(C, num_tokens)
+    mask_SACT = torch.zeros(hidden_SACT.shape, dtype=query_SACKGD.dtype).masked_fill_(hidden_SACT, _HIDDEN)
+    mask_SACGT = mask_SACT[:, :, :, None].expand(S, A, C, G, num_tokens)
+    hidden_CB = sight.hidden_block(C, block_size)
+    hidden_RB = None if hidden_CB is None else hidden_CB.repeat_interleave(G, dim=0)
+    return mask_SACGT.reshape(S, 1, A * C * G, num_tokens), hidden_RB

@@ -19,7 +19,7 @@ from torch import Tensor
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.rope import carried_scaling
-from dflash_cache.drafter.shape import DrafterShape
+from dflash_cache.drafter.shape import FULL, SLIDING, DrafterShape
 from dflash_cache.errors import RunError
 
 DTYPES: dict[Dtype, torch.dtype] = {
@@ -133,7 +133,7 @@ def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
         "hidden_size": shape.hidden_size,
         "initializer_range": shape.initializer_range,
         "intermediate_size": shape.intermediate_size,
-        "layer_types": ["full_attention"] * shape.num_layers,
+        "layer_types": list(shape.layer_types) or [FULL] * shape.num_layers,
         "max_position_embeddings": shape.max_position_embeddings,
         "num_attention_heads": shape.num_attention_heads,
         "num_hidden_layers": shape.num_layers,
@@ -143,10 +143,10 @@ def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
         "rope_parameters": {**scaling, "rope_theta": shape.rope_theta},
         **({"rope_scaling": scaling} if shape.rope_scaling else {}),  # its name before transformers 5
         "rope_theta": shape.rope_theta,
-        "sliding_window": None,
+        "sliding_window": shape.sliding_window,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": False,
+        "use_sliding_window": shape.sliding_window is not None,  # without it Qwen3's config drops the window
         "vocab_size": shape.vocab_size,
     }
 
@@ -160,11 +160,19 @@ def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     scaling = carried_scaling(rope, config["max_position_embeddings"])
-    other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
+    types, window = tuple(config.get("layer_types") or ()), config.get("sliding_window")
+    other_layers, slides = set(types) - {FULL, SLIDING}, SLIDING in types
+    block_size = own.get("block_size", config.get("block_size"))
+    causal = next((at[key] for at, key in ((config, "is_causal"), (own, "causal")) if at.get(key) is not None), None)
+    as_usual = causal is None or all(bool(causal) == (each == SLIDING) for each in types or (FULL,))
     unlike = {
         f"rope_type {rope_type}": rope_type != "default" and scaling is None,
         f"layer_types {', '.join(sorted(other_layers))}": bool(other_layers),
-        "use_sliding_window": bool(config.get("use_sliding_window")),
+        "use_sliding_window but no such layer_types": bool(config.get("use_sliding_window")) and not slides,
+        f"sliding_window {window}": slides and (window is None or window < block_size),
+        f"{len(types)} layer_types": bool(types) and len(types) != config["num_hidden_layers"],
+        f"causal {causal}": not as_usual,
+        "use_swa": bool(own.get("use_swa")),
         "attention_bias": bool(config.get("attention_bias")),
         f"hidden_act {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
     }
@@ -181,11 +189,13 @@ def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
         rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]),
         vocab_size=config["vocab_size"],
         max_position_embeddings=config["max_position_embeddings"],
-        block_size=own.get("block_size", config.get("block_size")),
+        block_size=block_size,
         mask_token_id=own["mask_token_id"],
         target_layer_ids=tuple(own["target_layer_ids"]),
         target_num_layers=config["num_target_layers"],
         embedding_scale=float(own.get("input_embedding_scale", 1.0)),
         initializer_range=config.get("initializer_range", 0.02),
         rope_scaling=scaling,
+        layer_types=types if slides else (),
+        sliding_window=window if slides else None,
     )

@@ -4,6 +4,9 @@ The tensors are z-lab's; embedding and head are read from the target, which the 
 captured layers from 1 (index of transformers' `hidden_states`), takes the target's last layer for granted instead of
 listing it, and scales no embeddings: a drafter that needs either is refused. Keys and names: speculators 0.9.0,
 `models/dflash/config.py`, `models/dflash/core.py` and `convert/dflash/converter.py`.
+
+`sliding_window_non_causal` means sliding layers there, but vLLM takes its negation for all layers (pulls 47745, 56692):
+it is written so that both are right, and a drafter with layers of both kinds, for which nothing is, is refused.
 """
 
 from pathlib import Path
@@ -38,6 +41,11 @@ def export_speculators(drafter: Drafter, target: TargetSettings, out: Path, dtyp
             f"speculators does not scale embeddings, and this drafter's target does (by {shape.embedding_scale:.6g}): "
             "export it with --format zlab."
         )
+    if len(set(shape.layer_types)) > 1:
+        raise RunError(
+            "vLLM takes all layers of speculators' format for causal if one is, and this drafter has sliding layers "
+            "beside full ones: export it with --format zlab, which it serves as well."
+        )
     config = speculators_config(shape, dtype, _name_target(target), TargetFiles(target).architectures)
 
     def read_back(folder: Path) -> dict[str, Tensor]:
@@ -67,7 +75,7 @@ def speculators_config(
         "dtype": dtype,
         "mask_token_id": shape.mask_token_id,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": not shape.layer_types,
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",

@@ -10,26 +10,43 @@ paper, section 4.1). Parameter names are those of z-lab's published drafters.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from dflash_cache.drafter.attention import attend_blocks
+from dflash_cache.drafter.attention import Way, attend_blocks
 from dflash_cache.drafter.gate import gate
 from dflash_cache.drafter.norm import RMSNorm
 from dflash_cache.drafter.rope import rope_table, rotate
 from dflash_cache.drafter.shape import DrafterShape
+from dflash_cache.drafter.sight import Sight
 
-KeysValues = tuple[Tensor, Tensor]
+_WHOLE = 64  # a context's ends lie on multiples of so many tokens: few shapes for kernels that are built for each
+
+
+class KeysValues(NamedTuple):
+    """Keys and values (S, T, K, D) of one layer's context, whose first token stands at `first`."""
+
+    keys: Tensor
+    values: Tensor
+    first: int = 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where blocks stand: visible_SA, how much of the context each sees; table: the rotary one of their slots."""
+    """Where blocks stand: their anchors, the rotary table of their slots; and the way their attention is computed."""
 
-    visible_SA: Tensor
+    anchors_SA: Tensor
     table: tuple[Tensor, Tensor]
+    way: Way
+    _sights: dict[tuple[int | None, int], Sight] = field(default_factory=dict)
+
+    def sight_of(self, window: int | None, first: int) -> Sight:
+        """What they see in a layer with this window, of a context that begins at `first`: one for all such layers."""
+        return self._sights.setdefault((window, first), Sight(self.anchors_SA, window, first))
 
     def table_of(self, count: int) -> tuple[Tensor, Tensor]:
         """That of each block's first `count` slots."""
@@ -40,8 +57,9 @@ class Place:
 class DraftAttention(nn.Module):
     """Grouped-query attention with RMS norm per head on queries and keys, then rope."""
 
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DrafterShape, window: int | None) -> None:
         super().__init__()
+        self.window = window
         self.head_dim = shape.head_dim
         self.num_kv_heads = shape.num_key_value_heads
         query_size = shape.num_attention_heads * shape.head_dim
@@ -53,7 +71,7 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
-    def keys_values(self, states: Tensor, table: tuple[Tensor, Tensor]) -> KeysValues:
+    def keys_values(self, states: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Rotated keys and plain values (…, K, D) of states (…, H), context and block alike."""
         heads = (*states.shape[:-1], self.num_kv_heads, self.head_dim)
         keys = rotate(self.k_norm(self.k_proj(states).view(heads)), table)
@@ -67,7 +85,8 @@ class DraftAttention(nn.Module):
         query = self.q_proj(slots_SABH[:, :, :count]).view(S, A, count, -1, self.head_dim)
         query = rotate(self.q_norm(query), place.table_of(count)).to(block[0].dtype)
         query = query.view(S, A, count, self.num_kv_heads, -1, self.head_dim)
-        mixed = attend_blocks(query, context, block, place.visible_SA)
+        sight = place.sight_of(self.window, context.first)
+        mixed = attend_blocks(query, (context.keys, context.values), block, sight, place.way)
         out: Tensor = self.o_proj(mixed.reshape(S, A, count, -1))
         return out
 
@@ -91,9 +110,9 @@ class DraftMLP(nn.Module):
 class DraftLayer(nn.Module):
     """One pre-norm decoder layer over the block's slots."""
 
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DrafterShape, window: int | None) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(shape)
+        self.self_attn = DraftAttention(shape, window)
         self.mlp = DraftMLP(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -107,16 +126,22 @@ class DraftLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The trainable part: no embedding and no head, both are the target's and frozen (see `frozen`)."""
+    """The trainable part: no embedding and no head, both are the target's and frozen (see `frozen`).
+
+    attention: the way it is computed; recomputes: whether a layer keeps its inputs alone for the backward pass, and is
+    computed a second time there.
+    """
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
+        self.attention: Way = "auto"
+        self.recomputes = False
         self.shape = shape
         num_captured = len(shape.target_layer_ids)
         self.fc = nn.Linear(num_captured * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers: Sequence[DraftLayer] = nn.ModuleList(  # type: ignore[assignment]  # it is one, by duck
-            [DraftLayer(shape) for _ in range(shape.num_layers)]
+            [DraftLayer(shape, shape.window_of(number)) for number in range(shape.num_layers)]
         )
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
@@ -128,16 +153,39 @@ class Drafter(nn.Module):
             else:
                 nn.init.ones_(parameter)
 
-    def read_context(self, states_STLH: Tensor, first_position: int | Tensor = 0) -> list[KeysValues]:
-        """Keys and values (S, T, K, D) of the context in every layer.
+    def read_context(
+        self, states_STLH: Tensor, first_position: int | Tensor = 0, anchors_SA: Tensor | None = None
+    ) -> list[KeysValues]:
+        """Keys and values of the context in every layer.
 
         `states_STLH` are the captured states of T consecutive positions, the first at `first_position`, which may
-        be each sample's own (S, 1).
+        be each sample's own (S, 1). With `anchors_SA`, and states from position 0 on, nothing is computed for tokens
+        that are before or behind all that the blocks at these anchors see in a layer.
         """
-        context = self.hidden_norm(self.fc(states_STLH.flatten(-2)))
-        positions = first_position + torch.arange(context.shape[1], device=context.device)
+        T = states_STLH.shape[1]
+        spans = [(0, T)] * len(self.layers) if anchors_SA is None else self._find_seen(anchors_SA, T)
+        begin, end = min(begin for begin, _ in spans), max(end for _, end in spans)
+        context = self.hidden_norm(self.fc(states_STLH[:, begin:end].flatten(-2)))
+        positions = first_position + torch.arange(begin, end, device=context.device)
         table = rope_table(positions, self.shape.head_dim, self.shape.rope_theta, self.shape.rope_scaling)
-        return [layer.self_attn.keys_values(context, table) for layer in self.layers]
+        layers = []
+        for layer, (first, _) in zip(self.layers, spans, strict=True):
+            own_table = (table[0][..., first - begin :, :], table[1][..., first - begin :, :])
+            layers.append(KeysValues(*layer.self_attn.keys_values(context[:, first - begin :], own_table), first))
+        return layers
+
+    def _find_seen(self, anchors_SA: Tensor, num_tokens: int) -> list[tuple[int, int]]:
+        """Begin and end of what any block sees in each layer, widened to whole pieces, at least one."""
+        earliest, latest = torch.stack(  # a block at 0, as padding is, sees nothing; on a GPU this waits for it
+            [anchors_SA.where(anchors_SA > 0, num_tokens).min(), anchors_SA.max()]
+        ).tolist()
+        end = min(num_tokens, max(1, -(-latest // _WHOLE)) * _WHOLE)
+        begins = []
+        for layer in self.layers:
+            window = layer.self_attn.window
+            begin = 0 if window is None else min(max(0, earliest - window + 1), end - 1)
+            begins.append(begin // _WHOLE * _WHOLE)
+        return [(begin, end) for begin in begins]
 
     def forward(
         self, embedded_SABH: Tensor, context: list[KeysValues], anchors_SA: Tensor, max_slots: int | None = None
@@ -153,9 +201,13 @@ class Drafter(nn.Module):
         offsets = torch.arange(embedded_SABH.shape[2], device=anchors_SA.device)
         positions = anchors_SA[..., None] + offsets
         table = rope_table(positions, self.shape.head_dim, self.shape.rope_theta, self.shape.rope_scaling)
-        place = Place(anchors_SA, table)
+        place = Place(anchors_SA, table, self.attention)
         slots = embedded_SABH
         for number, (layer, keys_values) in enumerate(zip(self.layers, context, strict=True), 1):
-            slots = layer(slots, keys_values, place, last if number == len(context) else num_slots)
+            inputs = (slots, keys_values, place, last if number == len(context) else num_slots)
+            if self.recomputes and torch.is_grad_enabled():
+                slots = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is random
+            else:
+                slots = layer(*inputs)
         out: Tensor = self.norm(slots)
         return out

@@ -24,6 +24,8 @@ from dflash_cache.errors import ConfigError
 # Head sizes of vLLM's attention kernels; a smaller one is a toy's. What replaces another: FIELD.md, "The drafter".
 SERVED_HEAD_SIZES = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 SERVED_HEADS = (32, 8, 128)
+FULL, SLIDING = "full_attention", "sliding_attention"
+_LATER = ("rope_scaling", "layer_types", "sliding_window")
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,22 @@ class DrafterShape:
     embedding_scale: float = 1.0
     initializer_range: float = 0.02
     rope_scaling: Scaling | None = None
+    layer_types: tuple[str, ...] = ()  # empty where all have full attention
+    sliding_window: int | None = None
+
+    def window_of(self, layer: int) -> int | None:
+        """The layer's sliding window, None where its attention is full."""
+        return self.sliding_window if self.layer_types and self.layer_types[layer] == SLIDING else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as stored in checkpoints; `rope_scaling` only where there is one, as before there was any."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("rope_scaling", None)}
+        """Plain values, as stored in checkpoints; what came later only where it is set, as before it came."""
+        return {name: value for name, value in asdict(self).items() if name not in _LATER or value not in (None, ())}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DrafterShape":
         """The inverse of `to_dict`."""
-        return cls(**{**values, "target_layer_ids": tuple(values["target_layer_ids"])})
+        tuples = {name: tuple(values.get(name, ())) for name in ("target_layer_ids", "layer_types")}
+        return cls(**{**values, **tuples})
 
 
 def spread_layer_ids(target_num_layers: int, count: int) -> tuple[int, ...]:
@@ -83,6 +92,7 @@ def shape_from_target(
             f"The drafter's {num_heads} attention heads are no multiple of its {num_kv_heads} key-value heads; "
             f"set drafter.num_attention_heads or drafter.num_key_value_heads."
         )
+    layer_types = checked_layer_types(settings)
     return DrafterShape(
         hidden_size=target.hidden_size,
         num_layers=settings.num_layers,
@@ -102,7 +112,29 @@ def shape_from_target(
         rope_scaling=carried_scaling(rope_parameters_of(target), target.max_position_embeddings)
         if settings.rope_scaling == "target"
         else None,
+        layer_types=layer_types,
+        sliding_window=settings.sliding_window,
     )
+
+
+def checked_layer_types(settings: DrafterSettings) -> tuple[str, ...]:
+    """Each layer's type, nothing where all have full attention. Raises ConfigError if types and window do not fit."""
+    types, window = settings.layer_types or (), settings.sliding_window
+    if types and len(types) != settings.num_layers:
+        raise ConfigError(
+            f"drafter.layer_types names {len(types)} layers, drafter.num_layers is {settings.num_layers}: name each."
+        )
+    if (SLIDING in types) != (window is not None):
+        raise ConfigError(
+            f"drafter.sliding_window and {SLIDING} layers need each other: set the window, and name the layers that "
+            "have it in drafter.layer_types, or leave out both."
+        )
+    if window is not None and window < settings.block_size:
+        raise ConfigError(
+            f"drafter.sliding_window ({window}) is shorter than a block ({settings.block_size} slots), whose slots see "
+            "the anchor: make it longer."
+        )
+    return types if SLIDING in types else ()
 
 
 def choose_heads(target: PretrainedConfig, settings: DrafterSettings) -> tuple[int, int, int]:

@@ -47,7 +47,8 @@ class DraftPass(nn.Module):
         self, states_STLH: Tensor, slots_SABH: Tensor, anchors_SA: Tensor, max_slots: int | None = None
     ) -> Tensor:
         """Normalised slot states (S, A, B, H), or the first of each block (see `Drafter`)."""
-        out: Tensor = self.drafter(slots_SABH, self.drafter.read_context(states_STLH), anchors_SA, max_slots)
+        context = self.drafter.read_context(states_STLH, anchors_SA=anchors_SA)
+        out: Tensor = self.drafter(slots_SABH, context, anchors_SA, max_slots)
         return out
 
 

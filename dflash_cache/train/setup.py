@@ -173,6 +173,7 @@ def open_run(config: Config, ranks: Ranks | None = None, reader: CacheReader | N
         check_unused(mask_token, candidates, reader.tables_dir)
         shape = shape_from_target(files.load_config(), wanted, reader.manifest.drafter_layer_ids, mask_token)
         drafter = Drafter(shape)
+        drafter.attention, drafter.recomputes = settings.attention, settings.gradient_checkpointing
         init: str
         if earlier is None:
             init = start_drafter(drafter, config.drafter, files, settings.seed)
@@ -313,7 +314,7 @@ def identify(run: TrainingRun, init: str) -> dict[str, Any]:
     config, ranks = run.config, run.ranks
     free = {
         "accumulation", "log_every", "checkpoint_every", "keep_checkpoints", "reader_threads", "read_ahead_bytes",
-        "direct_io", "device", "max_skipped", "parallel",
+        "direct_io", "device", "max_skipped", "parallel", "gradient_checkpointing",
     }  # fmt: skip
     train = config.train.model_dump(mode="json")
     shape = run.drafter.shape.to_dict()

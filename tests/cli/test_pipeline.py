@@ -150,6 +150,27 @@ def test_eval_and_export_take_the_trained_drafter(dflash, project: Path) -> None
     assert (again.code, again.err) == (2, f"Error: {out} exists already: name another folder, or remove it.\n")
 
 
+def test_a_drafter_with_sliding_windows_is_trained_exported_and_measured_alike(dflash, project: Path) -> None:
+    window = [
+        *("--set", "drafter.num_layers=2", "--set", "drafter.sliding_window=6"),
+        *("--set", "drafter.layer_types=[sliding_attention, full_attention]"),
+    ]
+    assert dflash("generate", project).code == 0
+    assert dflash("train", project, *window).code == 0
+    result = json.loads(dflash("eval", project, *window, "--json").out)
+    assert result["same"] == result["num_prompts"] == 3
+    out = project.parent / "drafter"
+    assert dflash("export", project, out, "--dtype", "float32").code == 0
+    config = json.loads((out / "config.json").read_text())
+    assert (config["layer_types"], config["sliding_window"]) == (["sliding_attention", "full_attention"], 6)
+    assert json.loads(dflash("eval", project, "--json", "--checkpoint", out).out)["histogram"] == result["histogram"]
+    again = dflash("train", project, *window, "--set", f"run_dir={project.parent}/again", "--from", out)
+    assert again.code == 0, again.err
+    full = dflash("train", project, "--set", "drafter.num_layers=2", "--set", f"run_dir={project}-full", "--from", out)
+    assert full.code == 2
+    assert "sliding_window: there 6, here None" in full.err.replace("\n", " ")
+
+
 def test_prompts_without_answers_are_answered_by_the_target(dflash, project: Path) -> None:
     prompts = project.parent / "prompts.jsonl"
     outcome = dflash(

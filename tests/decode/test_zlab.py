@@ -23,12 +23,12 @@ CLIENT = Path(__file__).with_name("zlab_client.py")
 PROMPTS = [[5, 9, 11, 40], [7, 7, 8, 30, 41, 9, 10]]
 
 
-def make_drafter(target: Target, folder: Path) -> Drafter:
+def make_drafter(target: Target, folder: Path, **settings: object) -> Drafter:
     """As training would begin, with weights moved a little so that no norm is all ones."""
     init = "target-layers" if target.config.model_type in ("llama", "qwen3") else "random"
-    settings = DrafterSettings(num_layers=2, block_size=5, init=init)
-    drafter = Drafter(shape_from_target(target.config, settings, target.layer_ids, 127))
-    start_drafter(drafter, settings, TargetFiles(TargetSettings(model=str(folder))), 0)
+    wanted = DrafterSettings.model_validate({"num_layers": 2, "block_size": 5, "init": init, **settings})
+    drafter = Drafter(shape_from_target(target.config, wanted, target.layer_ids, 127))
+    start_drafter(drafter, wanted, TargetFiles(TargetSettings(model=str(folder))), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -44,11 +44,16 @@ def run_client(target_dir: Path, drafter_dir: Path, inputs: dict, tmp_path: Path
     return torch.load(tmp_path / "outputs.pt")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_zlabs_package_gives_our_draft_logits_and_our_acceptance_lengths(save_family, family, tmp_path) -> None:
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+@pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("qwen3", {}), ("gemma3", {}), ("llama", WINDOWED)])
+def test_zlabs_package_gives_our_draft_logits_and_our_acceptance_lengths(
+    save_family, family, settings, tmp_path
+) -> None:
     folder = save_family(family)
     target = load_target(TargetSettings(model=str(folder), dtype="float32", device="cpu", layer_ids=(0, 2, 4)))
-    drafter = make_drafter(target, folder)
+    drafter = make_drafter(target, folder, **settings)
     export_zlab(drafter, tmp_path / "drafter", "float32")
     ids = torch.tensor([[5, 9, 11, 40, 17, 23, 4, 8, 90]])
     states = capture_states(target, ids, torch.tensor([9]))

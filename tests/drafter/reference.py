@@ -36,11 +36,14 @@ def sample_logits(
     slot_positions = torch.tensor([a + j for a in anchors for j in range(B)])
     slots = embedding_VH[torch.tensor(slot_ids)]
     Q = len(slot_ids)
-    allowed = torch.zeros(Q, T + Q, dtype=torch.bool)
+    full = torch.zeros(Q, T + Q, dtype=torch.bool)
     for q in range(Q):
-        allowed[q, : anchors[q // B]] = True
-        allowed[q, T + q // B * B : T + (q // B + 1) * B] = True
+        full[q, : anchors[q // B]] = True
+        full[q, T + q // B * B : T + (q // B + 1) * B] = True
+    distance = slot_positions[:, None] - torch.cat([torch.arange(T), slot_positions])
     for n in range(shape.num_layers):
+        slides = bool(shape.layer_types) and shape.layer_types[n] == "sliding_attention"
+        allowed = full & (distance >= 0) & (distance < shape.sliding_window) if slides else full
         layer = {name.removeprefix(f"layers.{n}."): tensor for name, tensor in w.items() if f"layers.{n}." in name}
         normed = rms_norm(slots, layer["input_layernorm.weight"], eps)
         both = torch.cat([context, normed])

@@ -27,10 +27,11 @@ CLIENT = Path(__file__).with_name("speculators_client.py")
 LAYER_IDS = (0, 2, 4)
 
 
-def make_drafter(folder: Path, layer_ids: tuple[int, ...] = LAYER_IDS) -> Drafter:
+def make_drafter(folder: Path, layer_ids: tuple[int, ...] = LAYER_IDS, **settings: object) -> Drafter:
     """Random, no norm all ones, block size 5, mask token 127."""
     config = TargetFiles(TargetSettings(model=str(folder))).load_config()
-    drafter = Drafter(shape_from_target(config, DrafterSettings(num_layers=2, block_size=5), layer_ids, 127))
+    wanted = DrafterSettings.model_validate({"num_layers": 2, "block_size": 5, **settings})
+    drafter = Drafter(shape_from_target(config, wanted, layer_ids, 127))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -71,7 +72,7 @@ def test_the_config_counts_layers_from_one_and_names_the_target(llama_folder: Pa
         "dtype": "bfloat16",
         "mask_token_id": 127,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": True,  # vLLM would make full layers causal
         "speculators_model_type": "dflash",
         "speculators_version": "0.9.0",
         "target_hidden_size": None,
@@ -104,14 +105,35 @@ def test_a_drafter_of_a_target_that_scales_its_embeddings_is_refused(save_family
     assert not (tmp_path / "out").exists()
 
 
+def test_a_drafter_with_sliding_and_full_layers_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    drafter = make_drafter(llama_folder, layer_types=["sliding_attention", "full_attention"], sliding_window=9)
+    with pytest.raises(RunError) as caught:
+        export_speculators(drafter, TargetSettings(model=str(llama_folder)), tmp_path / "out", "float32")
+    assert str(caught.value) == (
+        "vLLM takes all layers of speculators' format for causal if one is, and this drafter has sliding layers beside "
+        "full ones: export it with --format zlab, which it serves as well."
+    )
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.skipif(
     not PYTHON.exists(),
     reason="vLLM's speculators is missing, whose packages are not ours: `make speculators` gives it an environment",
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_speculators_gives_our_draft_logits_and_converts_zlabs_form_into_ours(save_family, family, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        # so long that it cuts nothing, for its far end is another there (`sight`): the block is causal, alike
+        ("llama", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 14}),
+    ],
+)
+def test_speculators_gives_our_draft_logits_and_converts_zlabs_form_into_ours(
+    save_family, family, settings, tmp_path
+) -> None:
     folder = save_family(family)
-    drafter = make_drafter(folder)
+    drafter = make_drafter(folder, **settings)
     ours, zlab, converted = tmp_path / "ours", tmp_path / "zlab", tmp_path / "converted"
     export_speculators(drafter, TargetSettings(model=str(folder)), ours, "float32")
     export_zlab(drafter, zlab, "float32")
@@ -140,4 +162,5 @@ def test_speculators_gives_our_draft_logits_and_converts_zlabs_form_into_ours(sa
     for tree in (config, theirs):
         tree.pop("transformer_layer_config")  # theirs leaves out what is transformers' default
         tree["speculators_config"]["verifier"].pop("name_or_path")  # ours is made absolute
+    assert config.pop("sliding_window_non_causal") == (not settings)  # theirs is always false
     assert config == {key: theirs[key] for key in config}

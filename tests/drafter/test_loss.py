@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_cache.config.settings import ObjectiveSettings
+from dflash_cache.drafter import model as model_module
 from dflash_cache.drafter import pieces
 from dflash_cache.drafter.anchors import draw_anchors, make_blocks, pad_anchors
 from dflash_cache.drafter.chunk import Extra, LongWay, ShortWay
@@ -19,6 +20,7 @@ from dflash_cache.drafter.head import Head
 from dflash_cache.drafter.loss import BlockLoss, block_loss
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import gamma_of, weigh_slots
+from dflash_cache.drafter.shape import FULL, SLIDING
 
 KINDS = ("uniform", "decay", "streak", "dpace")
 
@@ -51,7 +53,8 @@ def fast_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: O
     blocks = make_blocks(ids_ST, mask_ST, pad_anchors(anchors), drafter.shape.block_size)
     target = frozen()
     slots = target.embed_blocks(blocks.tokens_SA, drafter.shape)
-    out = drafter(slots, drafter.read_context(states_STLH), blocks.anchors_SA, objective.max_slots)
+    context = drafter.read_context(states_STLH, anchors_SA=blocks.anchors_SA)
+    out = drafter(slots, context, blocks.anchors_SA, objective.max_slots)
     return block_loss(out, blocks, target.head_VH, partial(weigh_slots, settings=objective), objective.max_slots)
 
 
@@ -75,21 +78,32 @@ def slow_loss(drafter: Drafter, samples, anchors: list[np.ndarray], objective: O
     return total, weight
 
 
+@st.composite
+def changes_of_shape(draw: st.DrawFn) -> dict[str, object]:
+    """A block size, and which of two layers slide."""
+    block_size = draw(st.integers(2, 6))
+    types = tuple(draw(st.sampled_from([FULL, SLIDING])) for _ in range(2))
+    window = block_size + draw(st.integers(0, 6)) if SLIDING in types else None
+    return {"block_size": block_size, "layer_types": types, "sliding_window": window}
+
+
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(2, 17), min_size=1, max_size=3),
     kind=st.sampled_from(KINDS),
     count=st.integers(1, 9),
-    block_size=st.integers(2, 6),
+    changes=changes_of_shape(),
     max_slots=st.none() | st.integers(1, 5),
     seed=st.integers(0, 1000),
 )
-def test_loss_and_gradients_equal_the_slow_reference(lengths, kind, count, block_size, max_slots, seed) -> None:
+def test_loss_and_gradients_equal_the_slow_reference(lengths, kind, count, changes, max_slots, seed) -> None:
     objective = ObjectiveSettings(weights=kind, max_slots=max_slots)
     samples = make_samples(lengths, seed)
     anchors = [draw_anchors(mask.numpy(), count, (seed, 0, s)) for s, (_, mask, _) in enumerate(samples)]
-    fast, slow = make_drafter(seed, block_size=block_size), make_drafter(seed, block_size=block_size).double()
-    found = fast_loss(fast, samples, anchors, objective)
+    fast, slow = make_drafter(seed, **changes), make_drafter(seed, **changes).double()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_module, "_WHOLE", (1, 4, 64)[seed % 3])
+        found = fast_loss(fast, samples, anchors, objective)
     expected, weight = slow_loss(slow, samples, anchors, objective)
     assert float(found.weight_sum) == pytest.approx(weight, rel=1e-5, abs=1e-6)
     assert float(found.loss_sum) == pytest.approx(float(expected), rel=1e-5, abs=1e-5)

@@ -70,7 +70,7 @@ def test_a_copied_layers_keys_of_the_context_are_the_targets_before_rope_and_nor
     layer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.layers[5]
     states = torch.randn(1, 5, 3, 32, generator=torch.Generator().manual_seed(1))
     normed = layer.input_layernorm(states[:, :, -1])
-    _, values = drafter.read_context(states)[0]
+    values = drafter.read_context(states)[0].values
     torch.testing.assert_close(values.flatten(-2), layer.self_attn.v_proj(normed))
     torch.testing.assert_close(
         drafter.layers[0].self_attn.k_proj(drafter.hidden_norm(drafter.fc(states.flatten(-2)))),

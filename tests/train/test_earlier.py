@@ -116,8 +116,13 @@ def test_this_runs_own_folder_and_a_place_without_a_drafter_are_refused(configur
     [
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "rope_type dynamic"),
         ({"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type longrope"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window None"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}, "sliding_window 3"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "is_causal": False}, "causal False"),
+        ({"is_causal": True}, "causal True"),
+        ({"use_sliding_window": True}, "use_sliding_window but no such layer_types"),
         ({"attention_bias": True, "hidden_act": "gelu"}, "attention_bias and hidden_act gelu"),
     ],
 )
