@@ -46,7 +46,7 @@ class SweepConsole:
             self._status.add(self._name, record)
 
     def _is_due(self, record: "Record") -> bool:
-        return record["step"] % self._log_every == 0 or record["step"] == record["num_steps"]
+        return bool(record["step"] % self._log_every == 0 or record["step"] == record["num_steps"])
 
 
 class SweepStatus:
