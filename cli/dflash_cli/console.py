@@ -57,12 +57,14 @@ class WorkProgress:
         now = time.monotonic()
         seconds = max(1e-6, now - self._started)
         rate = (done - self._first) / seconds
-        text = f"{rate:,.0f} {self._unit}/s {note}".rstrip()
+        text = f"{rate:,.0f}" if rate >= 1 or not rate else f"{rate:.2g}"
+        text = f"{text} {self._unit}/s {note}".rstrip()
         if self._live is not None:
             self._live.update(self._task, completed=done, note=text)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES or done >= self._total:
             left = (self._total - done) / rate if rate else 0.0
-            console.print(f"{self.title}: {done:,} of {self._total:,} {self._unit}, {text}, {show_seconds(left)} left")
+            ending = f", {show_seconds(left)} left" if rate or done >= self._total else ""
+            console.print(f"{self.title}: {done:,} of {self._total:,} {self._unit}, {text}{ending}")
             self._last_line = now
         return seconds
 
