@@ -21,3 +21,10 @@ def test_a_rate_below_one_is_no_zero_and_without_one_no_time_is_left(capsys, mon
         progress.update(0)
         progress.update(done)
     assert capsys.readouterr().out == line
+
+
+def test_the_end_is_told_once(capsys) -> None:
+    with WorkProgress("Verifying", 0, "MB") as progress:
+        for _ in range(3):
+            progress.update(0)
+    assert capsys.readouterr().out == "Verifying: 0 of 0 MB, 0 MB/s, 0:00 left\n"
