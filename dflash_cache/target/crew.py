@@ -27,7 +27,7 @@ from dflash_cache.drafter.device import list_devices
 from dflash_cache.errors import CacheError, ConfigError, DFlashError
 from dflash_cache.target.answers import ANNOUNCED, answer_batches
 from dflash_cache.target.dealer import Dealer, StoppedError
-from dflash_cache.target.interrupts import hold_interrupts, take_interrupts, terminate_like_interrupt
+from dflash_cache.target.interrupts import terminate_like_interrupt
 from dflash_cache.target.observer import Observer
 from dflash_cache.target.prepare import Loader, read_preparation
 from dflash_cache.target.work import work
@@ -79,9 +79,8 @@ class Crew:
             for rank, device in enumerate(self.devices)
         ]
         try:
-            with hold_interrupts():
-                for process in processes:
-                    process.start()
+            for process in processes:
+                process.start()
             _watch(processes, tell)
         finally:
             dealer.stop()
@@ -148,7 +147,6 @@ def _run_worker(task: Task, config: Config, address: tuple[int, Any], rank: int,
     except DistError:  # whoever started this worker is gone, and has no use for what it would do
         sys.exit(_INTERRUPTED)
     try:
-        take_interrupts()
         with terminate_like_interrupt():
             if config.target.device == "cpu":  # workers on one CPU share its cores
                 torch.set_num_threads(max(1, torch.get_num_threads() // num_workers))

@@ -1,13 +1,9 @@
-"""SIGTERM ends the first stage as Ctrl-C does: what is whole is committed, then the process ends.
-
-Ctrl-C in a terminal reaches every process of a command; one that is still importing gets it when it is ready.
-"""
+"""SIGTERM ends the first stage as Ctrl-C does: what is whole is committed, then the process ends."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.resource_tracker import ensure_running
 from types import FrameType
 
 
@@ -27,19 +23,3 @@ def terminate_like_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def hold_interrupts() -> Iterator[None]:
-    """In the block Ctrl-C waits; a process started there inherits that, and calls `take_interrupts` when ready."""
-    ensure_running()  # of multiprocessing: starting it would let them through
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        take_interrupts()
-
-
-def take_interrupts() -> None:
-    """Take what waited, and all that comes: as KeyboardInterrupt."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

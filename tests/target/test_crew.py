@@ -1,8 +1,3 @@
-import multiprocessing
-import os
-import signal
-import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +9,6 @@ from dflash_cache.config.settings import Config
 from dflash_cache.errors import ConfigError
 from dflash_cache.target.crew import join_launcher, worker_devices
 from dflash_cache.target.dealer import Dealer
-from dflash_cache.target.interrupts import hold_interrupts, take_interrupts
 
 
 def make_config(devices: str | None, **target: Any) -> Config:
@@ -95,24 +89,3 @@ def test_a_device_map_leaves_each_machine_one_worker(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="start torchrun with --nproc-per-node 1"):
         join_launcher(make_config(None, device_map="auto"))
-
-
-def _wait_to_be_told(told: Connection) -> None:
-    try:
-        take_interrupts()
-        told.recv()
-    except KeyboardInterrupt:
-        sys.exit(7)
-
-
-def test_ctrl_c_waits_until_a_worker_that_starts_is_ready_to_take_it() -> None:
-    context = multiprocessing.get_context("spawn")
-    told, _tell = context.Pipe(duplex=False)
-    worker = context.Process(target=_wait_to_be_told, args=(told,))
-    with hold_interrupts():
-        worker.start()
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGINT)  # as a terminal sends it to all processes of a command
-    worker.join()
-    assert worker.exitcode == 7
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
