@@ -2,9 +2,11 @@
 
 import os
 import sys
+from typing import Any
 
 import typer
 from rich.text import Text
+from typer.core import TyperGroup
 
 from dflash_cache.errors import DFlashError
 from dflash_cli.console import errors
@@ -19,7 +21,26 @@ for name, value in (
 ):
     os.environ.setdefault(name, value)
 
+GO_ON = {"generate", "import", "train", "sweep", "demo"}  # with what they did before
+
+
+class Commands(TyperGroup):
+    """All commands; Ctrl-C ends one with a sentence, where typer would end it without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            if ctx.invoked_subcommand in GO_ON:
+                errors.print("Stopped; what was committed is kept, and the same command goes on from there.")
+            else:
+                errors.print("Stopped.")
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Train DFlash drafters for speculative decoding from a cache of hidden states.",
     no_args_is_help=True,
     add_completion=False,
@@ -29,6 +50,19 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; a DFlashError ends as its sentence alone."""
+    try:
+        register_commands()
+        app()
+    except DFlashError as error:
+        errors.print(Text.assemble(("Error:", "red"), f" {error}"))
+        sys.exit(2)
+    except KeyboardInterrupt:  # before the command began
+        errors.print("Stopped.")
+        sys.exit(130)
+
+
+def register_commands() -> None:
+    """Import each command's file, which takes a moment, and add it."""
     from dflash_cli import (
         convert,
         demo,
@@ -60,14 +94,6 @@ def main() -> None:
     )
     for command in commands:
         command.register(app)
-    try:
-        app()
-    except DFlashError as error:
-        errors.print(Text.assemble(("Error:", "red"), f" {error}"))
-        sys.exit(2)
-    except KeyboardInterrupt:
-        errors.print("Stopped; what was committed is kept, and the same command goes on from there.")
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class WorkProgress:
         self.title, self._total, self._unit = title, total, unit
         self._started = self._last_line = time.monotonic()
         self._first: int | None = None
-        self._note = ""
+        self._is_ended = False
         self._live: Progress | None = None
         self._task = TaskID(0)
 
@@ -57,13 +57,15 @@ class WorkProgress:
         now = time.monotonic()
         seconds = max(1e-6, now - self._started)
         rate = (done - self._first) / seconds
-        text = f"{rate:,.0f} {self._unit}/s {note}".rstrip()
+        text = f"{rate:,.0f}" if rate >= 1 or not rate else f"{rate:.2g}"
+        text = f"{text} {self._unit}/s {note}".rstrip()
         if self._live is not None:
             self._live.update(self._task, completed=done, note=text)
-        elif now - self._last_line >= SECONDS_BETWEEN_LINES or done >= self._total:
+        elif not self._is_ended and (now - self._last_line >= SECONDS_BETWEEN_LINES or done >= self._total):
             left = (self._total - done) / rate if rate else 0.0
-            console.print(f"{self.title}: {done:,} of {self._total:,} {self._unit}, {text}, {show_seconds(left)} left")
-            self._last_line = now
+            ending = f", {show_seconds(left)} left" if rate or done >= self._total else ""
+            console.print(f"{self.title}: {done:,} of {self._total:,} {self._unit}, {text}{ending}")
+            self._last_line, self._is_ended = now, done >= self._total
         return seconds
 
 

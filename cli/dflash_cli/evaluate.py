@@ -27,7 +27,8 @@ def register(app: typer.Typer) -> None:
         config: ConfigFile,
         overrides: Overrides = None,
         checkpoint: Annotated[
-            Path | None, typer.Option(help="A checkpoint, or an exported drafter; without it the run's best.")
+            Path | None,
+            typer.Option(help="A checkpoint, a run's folder, or an exported drafter; without it the run's best."),
         ] = None,
         block_size: Annotated[
             int | None, typer.Option(help="Draft blocks of fewer slots than trained; short for eval.block_size.")
@@ -66,10 +67,9 @@ def register(app: typer.Typer) -> None:
 
 def open_drafter(config: Config, checkpoint: Path | None) -> "Drafter":
     """The drafter at `checkpoint`, or of the run's best checkpoint, or of its last."""
-    from dflash_cache.train.checkpoint import best_path, latest_path, load_drafter
+    from dflash_cache.train.checkpoint import load_drafter
 
-    run_dir = Path(config.run_dir)
-    return load_drafter(checkpoint or best_path(run_dir) or latest_path(run_dir) or run_dir / "checkpoints")
+    return load_drafter(checkpoint or Path(config.run_dir))
 
 
 class Bench:

@@ -18,7 +18,9 @@ def register(app: typer.Typer) -> None:
         config: ConfigFile,
         out: Annotated[Path, typer.Argument(help="The folder to make.")],
         overrides: Overrides = None,
-        checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint; without it the run's best.")] = None,
+        checkpoint: Annotated[
+            Path | None, typer.Option(help="A checkpoint, or a run's folder; without it the run's best.")
+        ] = None,
         dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
         form: Annotated[
             str, typer.Option("--format", help="zlab: for SGLang, vLLM and z-lab's package; speculators: for vLLM's.")

@@ -15,6 +15,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import RemoteSettings, TrainSettings
 from dflash_cache.data.mixing import MixFigures
 from dflash_cli.console import console, show_bytes, show_count
@@ -27,23 +28,45 @@ DEFAULTS = TrainSettings()
 BAR = 16
 
 
+def _default(name: str) -> str:
+    return f"--config's, or {getattr(DEFAULTS, name)}"
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
     @app.command("inspect-buckets")
     def inspect_buckets(
         cache: Cache,
+        config: Annotated[
+            Path | None, typer.Option(help="A YAML configuration: the mix as `dflash train` will have it.")
+        ] = None,
         token_budget: Annotated[
-            int, typer.Option(min=1, help="Padded tokens of a micro-batch.")
-        ] = DEFAULTS.token_budget,
-        max_samples: Annotated[int, typer.Option(min=1, help="Samples of a micro-batch.")] = DEFAULTS.max_samples,
-        accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = DEFAULTS.accumulation,
+            int | None,
+            typer.Option(min=1, help="Padded tokens of a micro-batch.", show_default=_default("token_budget")),
+        ] = None,
+        max_samples: Annotated[
+            int | None, typer.Option(min=1, help="Samples of a micro-batch.", show_default=_default("max_samples"))
+        ] = None,
+        accumulation: Annotated[
+            int | None, typer.Option(min=1, help="Micro-batches of a step.", show_default=_default("accumulation"))
+        ] = None,
         world_size: Annotated[int, typer.Option(min=1, help="Ranks that share a step.")] = 1,
-        min_buffer: Annotated[int, typer.Option(min=0, help="Micro-batches to pull from.")] = DEFAULTS.min_buffer,
-        seed: Annotated[int, typer.Option(min=0, help="Seed of the order.")] = DEFAULTS.seed,
+        min_buffer: Annotated[
+            int | None, typer.Option(min=0, help="Micro-batches to pull from.", show_default=_default("min_buffer"))
+        ] = None,
+        seed: Annotated[
+            int | None, typer.Option(min=0, help="Seed of the order.", show_default=_default("seed"))
+        ] = None,
         validation_share: Annotated[
-            float, typer.Option(min=0, max=0.999, help="Share of the samples held out, which training never sees.")
-        ] = DEFAULTS.validation_share,
+            float | None,
+            typer.Option(
+                min=0,
+                max=0.999,
+                help="Share of the samples held out, which training never sees.",
+                show_default=_default("validation_share"),
+            ),
+        ] = None,
         plot: Annotated[Path | None, typer.Option(help="Also draw it, into a .png or .html file.")] = None,
         suggest: Annotated[bool, typer.Option("--suggest", help="Find the bounds with the least padding.")] = False,
         buckets: Annotated[int | None, typer.Option(min=1, help="How many of them, instead of as many as now.")] = None,
@@ -54,15 +77,16 @@ def register(app: typer.Typer) -> None:
 
         if plot is not None:
             check_plot(plot)
-        settings = DEFAULTS.model_copy(
-            update={
-                "token_budget": token_budget,
-                "max_samples": max_samples,
-                "accumulation": accumulation,
-                "min_buffer": min_buffer,
-                "seed": seed,
-                "validation_share": validation_share,
-            }
+        given = {
+            "token_budget": token_budget,
+            "max_samples": max_samples,
+            "accumulation": accumulation,
+            "min_buffer": min_buffer,
+            "seed": seed,
+            "validation_share": validation_share,
+        }
+        settings = (DEFAULTS if config is None else load_config(config).train).model_copy(
+            update={name: value for name, value in given.items() if value is not None}
         )
         inspection = inspect_cache(cache, settings, world_size)
         report = inspection.report

@@ -45,14 +45,13 @@ def register(app: typer.Typer) -> None:
         """Train a drafter from the cache; goes on where it was stopped."""
         overrides = [*(overrides or []), *([f"drafter.init_from={json.dumps(str(start))}"] if start else [])]
         settings = load_config(config, overrides)
-        if devices is None:
-            train_drafter(settings)
-        else:
-            train_on_devices(settings, devices)
+        is_complete = train_drafter(settings).complete if devices is None else train_on_devices(settings, devices)
+        if not is_complete:
+            raise typer.Exit(130)  # what a shell says of a command that was interrupted
 
 
-def train_on_devices(config: Config, devices: str) -> None:
-    """A rank a device, each in a process of its own. Raises RunError if one fails."""
+def train_on_devices(config: Config, devices: str) -> bool:
+    """A rank a device, each in a process of its own; whether the run is complete. Raises RunError if one fails."""
     from dflash_cache.drafter.device import list_devices
     from dflash_cache.errors import RunError
     from dflash_cache.train.processes import train_on_ranks
@@ -60,20 +59,23 @@ def train_on_devices(config: Config, devices: str) -> None:
     outcome = train_on_ranks(list_devices(devices, "--devices"), partial(train_rank, config))
     if outcome.status == "failed":
         raise RunError(outcome.error)
+    is_complete = outcome.status == "complete"
+    show_end(config, is_complete)
+    return is_complete
 
 
 def train_rank(config: Config, device: str) -> bool:
     """What one of these processes does; whether the run is complete."""
     settings = config.train.model_copy(update={"device": device})
-    return train_drafter(config.model_copy(update={"train": settings})).complete
+    return train_drafter(config.model_copy(update={"train": settings}), is_whole=False).complete
 
 
-def train_drafter(config: Config) -> "TrainConsole":
+def train_drafter(config: Config, is_whole: bool = True) -> "TrainConsole":
     """Train to the end, or until a signal stops it; under torchrun together with the other ranks.
 
+    is_whole: whether it is all that the command does, so that its end is shown.
     All ranks take the first one's configuration: what `auto` became is measured, and might differ.
     """
-    from dflash_cache.train.checkpoint import latest_path
     from dflash_cache.train.loop import train
     from dflash_cache.train.metrics import JsonLines, Wandb
     from dflash_cache.train.ranks import join_ranks
@@ -88,13 +90,21 @@ def train_drafter(config: Config) -> "TrainConsole":
             if config.wandb.mode != "disabled":
                 sinks.append(stack.enter_context(Wandb(config)))
         shown.complete = train(config, sinks, ranks)
-    if ranks.is_first:
-        saved = latest_path(run_dir)
-        if shown.complete:
-            console.print(f"Training is complete: {saved}")
-        else:
-            console.print(f"Stopped with a checkpoint ({saved}); the same command goes on from there.")
+    if ranks.is_first and is_whole:
+        show_end(config, shown.complete)
     return shown
+
+
+def show_end(config: Config, is_complete: bool) -> None:
+    """How far the run is, and where its last checkpoint lies."""
+    from dflash_cache.train.checkpoint import latest_path
+
+    saved = latest_path(Path(config.run_dir))
+    if is_complete:
+        console.print(f"Training is complete: {saved}", soft_wrap=True)
+    else:
+        where = f" with a checkpoint ({saved})" if saved else " before the first step"
+        console.print(f"Stopped{where}; the same command goes on from there.", soft_wrap=True)
 
 
 class TrainConsole:

@@ -100,9 +100,20 @@ def _describe(detail: ErrorDetails, root: type[BaseModel]) -> str:
         return f"there is no setting {name}{_suggestion(location, root)}"
     if detail["type"] == "missing":
         return f"{name} is missing"
-    message = detail["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
+    message = _plain_message(detail)
     return f"{name}: {message} (found {detail['input']!r})" if name else message
+
+
+def _plain_message(detail: ErrorDetails) -> str:
+    """What pydantic says, in the words of YAML instead of Python's."""
+    if detail["type"] in ("tuple_type", "list_type"):
+        return "must be a list"
+    if detail["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return "must be a section with keys of its own"
+    if detail["type"] == "too_short" and not detail["input"]:
+        return "must not be empty"
+    message = detail["msg"].removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
 
 
 def _suggestion(location: Sequence[str], root: type[BaseModel]) -> str:

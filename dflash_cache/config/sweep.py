@@ -1,10 +1,11 @@
 """A sweep's file: one base configuration, and what its runs change in it."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -27,7 +28,9 @@ class SweepSettings(Settings):
         "order; or one run a device at a time",
     )
     devices: str = Field("all", description="for mode devices: all (GPUs), 0,1 (these GPUs), cpu:2")
-    grid: dict[str, list[Any]] = Field({}, description="section.name: values; every combination is a run")
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
+        {}, description="section.name: values; every combination is a run"
+    )
     runs: list[dict[str, Any]] = Field([{}], min_length=1, description="section.name: value; each entry is a run")
 
 
@@ -71,6 +74,12 @@ def load_sweep(path: Path) -> Sweep:
     return Sweep(settings, runs)
 
 
+def shorten(keys: Sequence[str]) -> Sequence[str]:
+    """The keys without their sections, unless two are then the same."""
+    short = [key.rpartition(".")[2] for key in keys]
+    return short if len(set(short)) == len(short) else keys
+
+
 def _list_changes(settings: SweepSettings) -> list[dict[str, Any]]:
     combinations = [dict(zip(settings.grid, values, strict=True)) for values in product(*settings.grid.values())]
     return [{**entry, **combination} for entry in settings.runs for combination in combinations]
@@ -87,13 +96,12 @@ def _make_run(base: Path, settings: SweepSettings, changes: dict[str, Any], path
     name = _name_run(changes)
     tree["run_dir"] = str(Path(settings.sweep_dir) / name)
     wandb = tree.get("wandb") or {}
-    tree["wandb"] = {"group": Path(settings.sweep_dir).name, "name": name, **wandb}
+    chosen = {key: value for key, value in wandb.items() if value is not None}
+    tree["wandb"] = {"group": Path(settings.sweep_dir).name, **chosen, "name": name}
     return SweepRun(name, changes, validate_config(tree, f"{base} with {name}"))
 
 
 def _name_run(changes: dict[str, Any]) -> str:
     """`learning_rate=0.001,weights=dpace`: what is told apart by folder, the same whatever else the sweep holds."""
-    short = [key.rpartition(".")[2] for key in changes]
-    names = short if len(set(short)) == len(short) else list(changes)
-    parts = (f"{name}={value}" for name, value in zip(names, changes.values(), strict=True))
+    parts = (f"{name}={value}" for name, value in zip(shorten(list(changes)), changes.values(), strict=True))
     return re.sub(r"[^\w.,=+-]+", "_", ",".join(parts)) or "base"

@@ -12,6 +12,7 @@ import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from shutil import rmtree
 from typing import Any
 
@@ -104,13 +105,21 @@ def load_checkpoint(path: Path, parameter_of: ParameterOf | None = None) -> Chec
         raise RunError(f"There is no checkpoint {path}: run `dflash train` first.") from None
     except (Exception, CheckpointException) as error:  # whatever torch raises; the second is a BaseException
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, UnpicklingError):  # torch's own text advises to run what is pickled there
+            reason = "it holds no tensors that torch can read"
         raise RunError(
-            f"The checkpoint {path} is damaged ({reason}): remove it to go on from the one before."
+            f"The checkpoint {path} is damaged ({reason}): remove it to go on from the one before, or name another "
+            "if it was never one."
         ) from None
 
 
 def load_drafter(path: Path) -> Drafter:
-    """The drafter of a checkpoint (its moving average, if it has one), or of an exported folder. Raises RunError."""
+    """The drafter of a checkpoint, of a run's folder (its best, else its last one), or of an exported folder.
+
+    Of a checkpoint with a moving average it is that. Raises RunError.
+    """
+    if checkpoints_dir(path).is_dir():
+        path = best_path(path) or latest_path(path) or path
     if path.is_dir() and not is_folder_checkpoint(path):
         if not (path / "config.json").exists():
             raise RunError(f"There is no checkpoint in {path}: run `dflash train` first.")

@@ -8,7 +8,7 @@ from xxhash import xxh3_64
 from dflash_cache.config.settings import DrafterSettings
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.errors import ConfigError
-from dflash_cache.train.checkpoint import best_path, checkpoints_dir, differences, latest_path, load_drafter
+from dflash_cache.train.checkpoint import differences, load_drafter
 
 # no tensor has a size or a scale that depends on these; the block size may change, and a mask token be named anew
 _MAY_DIFFER = ("block_size", "mask_token_id", "max_position_embeddings", "initializer_range")
@@ -26,8 +26,6 @@ def load_earlier(settings: DrafterSettings, run_dir: Path) -> Drafter | None:
         raise ConfigError(
             f"drafter.init_from is {path}, inside this run's own folder, which goes on by itself: name another run_dir."
         )
-    if checkpoints_dir(path).is_dir():
-        path = best_path(path) or latest_path(path) or path
     return load_drafter(path)
 
 

@@ -7,6 +7,7 @@ greedy decoding would accept from these anchors, the target's own token counted.
 
 import json
 import math
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,7 @@ from xxhash import xxh3_64
 from dflash_cache.cache.files import write_atomically
 from dflash_cache.config.settings import Config
 from dflash_cache.drafter.loss import BlockLoss
+from dflash_cache.errors import RunError
 
 Record = dict[str, Any]
 Sink = Callable[[Record], None]
@@ -133,26 +135,42 @@ def _step_of(line: str) -> float:
 
 
 def wandb_id(run_dir: Path) -> str:
-    """The same for the same folder, so that a resumed run goes on in its own curves, and different for others."""
+    """The same for the same folder, so that a resumed run goes on in its own curves, and different for others.
+
+    Of the folder's name what wandb takes in an id: no comma, say, as sweeps have; 128 characters at most.
+    """
     path = run_dir.resolve()
-    return f"{path.name}-{xxh3_64(str(path).encode()).hexdigest()[:8]}"
+    name = re.sub(r"[^\w.=+-]", "_", path.name)[:100]
+    return f"{name}-{xxh3_64(str(path).encode()).hexdigest()[:8]}"
 
 
 class Wandb(AbstractContextManager["Wandb"]):
-    """The same records in Weights & Biases, named `train/loss`, `batch/bucket_0_pct` and so on."""
+    """The same records in Weights & Biases, named `train/loss`, `batch/bucket_0_pct` and so on.
+
+    Any number may be open in one process, each a run of its own. Raises RunError if wandb refuses the run.
+    """
 
     def __init__(self, config: Config) -> None:
         settings = config.wandb
-        self._run = wandb.init(
-            project=settings.project,
-            name=settings.name,
-            group=settings.group,
-            mode=settings.mode,
-            dir=config.run_dir,
-            id=wandb_id(Path(config.run_dir)),
-            resume="allow",
-            config=config.model_dump(mode="json"),
-        )
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)  # without it wandb writes to a temporary folder
+        try:
+            self._run = wandb.init(
+                project=settings.project,
+                name=settings.name,
+                group=settings.group,
+                mode=settings.mode,
+                dir=config.run_dir,
+                id=wandb_id(Path(config.run_dir)),
+                resume="allow",
+                reinit="create_new",  # else it gives the run that is open already, and two share one curve
+                config=config.model_dump(mode="json"),
+            )
+        except wandb.Error as error:
+            reason = str(error).strip().rstrip(".") or type(error).__name__
+            raise RunError(
+                f"Weights & Biases does not take the run {config.run_dir} ({reason}): mend that, or set wandb.mode to "
+                "offline or disabled."
+            ) from None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

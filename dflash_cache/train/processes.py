@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import parent_process
+from multiprocessing.resource_tracker import ensure_running
 from threading import Thread
 from typing import Any
 
@@ -45,7 +46,12 @@ class TrainingProcess:
         self._told, tell = context.Pipe(duplex=False)
         self._process = context.Process(target=_train, args=(train, arguments, num_threads, environment, tell))
         self._stopping = False
-        self._process.start()
+        ensure_running()  # starting it would unblock the signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited: Ctrl-C may come while it imports
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         tell.close()
 
     @property
@@ -141,6 +147,8 @@ def _train(
     tell: Connection,
 ) -> None:
     os.setpgrp()  # Ctrl-C in the terminal reaches it through its parent alone, so that it counts once
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # and what came before this line is forgotten
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.environ |= environment
     Thread(target=_stop_with_parent, daemon=True).start()
     torch.set_num_threads(num_threads)

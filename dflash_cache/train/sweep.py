@@ -13,7 +13,7 @@ from typing import Any
 from dflash_cache.cache.shared_reads import SharedReads
 from dflash_cache.config.sweep import Sweep, SweepRun
 from dflash_cache.drafter.device import list_devices
-from dflash_cache.errors import RunError
+from dflash_cache.errors import DFlashError, RunError
 from dflash_cache.train.loop import advance, train
 from dflash_cache.train.metrics import Sink
 from dflash_cache.train.processes import Outcome, TrainingProcess, threads_for, wait_for_any
@@ -31,26 +31,28 @@ _SAME_READS = (
 def run_sweep(sweep: Sweep, open_sinks: OpenSinks) -> dict[str, Outcome]:
     """Train all runs, until the last is complete or a signal asks to stop; each run's outcome by its name.
 
-    A run that fails does not stop the others. Raises what `open_run` raises for runs that cannot even begin together.
+    A run that fails, or is refused before it begins, does not stop the others. Raises CacheError if the cache cannot
+    be read.
     """
     if sweep.settings.mode == "devices":
         return _train_on_devices(sweep, open_sinks)
     outcomes = {run.name: Outcome("stopped") for run in sweep.runs}
-    groups = list(group_runs(sweep.runs)) if sweep.settings.mode == "together" else [[run] for run in sweep.runs]
     with StopRequest() as stop:
-        for group in groups:
+        for group in group_runs(sweep):
             if not stop.requested:
                 outcomes |= _train_together(group, open_sinks, stop)
     return outcomes
 
 
-def group_runs(runs: Sequence[SweepRun]) -> Iterator[list[SweepRun]]:
-    """Runs that read the same batches in the same order, in the order of each group's first."""
+def group_runs(sweep: Sweep) -> list[list[SweepRun]]:
+    """Runs that are trained together, in the order of each group's first: those that read the same batches, or one."""
+    if sweep.settings.mode != "together":
+        return [[run] for run in sweep.runs]
     groups: dict[tuple[object, ...], list[SweepRun]] = {}
-    for run in runs:
+    for run in sweep.runs:
         key = tuple(getattr(run.config.train, name) for name in _SAME_READS)
         groups.setdefault(key, []).append(run)
-    yield from groups.values()
+    return list(groups.values())
 
 
 def _train_together(group: list[SweepRun], open_sinks: OpenSinks, stop: StopRequest) -> dict[str, Outcome]:
@@ -58,11 +60,21 @@ def _train_together(group: list[SweepRun], open_sinks: OpenSinks, stop: StopRequ
     outcomes = {run.name: Outcome("stopped") for run in group}
     with ExitStack() as stack:
         reader = stack.enter_context(open_reader(group[0].config))
-        opened = [stack.enter_context(open_run(run.config, reader=reader)) for run in group]
-        sinks = [stack.enter_context(open_sinks(run)) for run in group]
+        names: list[str] = []
+        opened: list[TrainingRun] = []
+        sinks: list[Sequence[Sink]] = []
+        for each in group:
+            try:
+                run = stack.enter_context(open_run(each.config, reader=reader))
+                sinks.append(stack.enter_context(open_sinks(each)))
+            except DFlashError as error:
+                outcomes[each.name] = Outcome("failed", str(error))
+            else:
+                names.append(each.name)
+                opened.append(run)
         _share_frozen(opened)
-        reads = SharedReads(reader, len(group))
-        furthest = max(run.step for run in opened)
+        reads = SharedReads(reader, len(opened))
+        furthest = max((run.step for run in opened), default=0)
         going: dict[int, Iterator[None]] = {
             place: _catch_up_and_go_on(run, sinks[place], stop, furthest, partial(reads.take, place))
             for place, run in enumerate(opened)
@@ -76,9 +88,9 @@ def _train_together(group: list[SweepRun], open_sinks: OpenSinks, stop: StopRequ
                     continue
                 except StopIteration:
                     run = opened[place]
-                    outcomes[group[place].name] = Outcome("complete" if run.step == run.num_steps else "stopped")
+                    outcomes[names[place]] = Outcome("complete" if run.step == run.num_steps else "stopped")
                 except RunError as error:
-                    outcomes[group[place].name] = Outcome("failed", str(error))
+                    outcomes[names[place]] = Outcome("failed", str(error))
                 del going[place]
                 reads.leave(place)
     return outcomes

@@ -38,6 +38,8 @@ def test_eval_tabulates_categories_and_takes_options_for_settings(dflash, traine
     assert all(f"{name} (" in words for name in CATEGORIES)
 
     plain = json.loads(dflash("eval", trained, "--json").out)
+    of_the_run = json.loads(dflash("eval", trained, "--json", "--checkpoint", trained.parent / "run").out)
+    assert of_the_run["histogram"] == plain["histogram"]
     assert {name: one["num_prompts"] for name, one in plain["categories"].items()} == CATEGORIES
     assert (plain["block_size"], plain["batch_size"], plain["temperature"]) == (4, 1, 0)
     batched = json.loads(dflash("eval", trained, "--json", "--batch-size", 4).out)

@@ -144,3 +144,14 @@ def test_a_cache_without_samples_is_refused_with_what_to_do(dflash, cache) -> No
     outcome = dflash("inspect-buckets", cache)
     assert outcome.code == 2
     assert outcome.err == f"Error: The cache at {cache} holds no samples yet: run `dflash generate` first.\n"
+
+
+def test_a_configuration_gives_what_training_will_have_and_an_option_goes_before_it(dflash, cache, project) -> None:
+    report = json.loads(dflash("inspect-buckets", cache, "--json", "--config", project).out)
+    by_hand = ("--token-budget", 128, "--accumulation", 3, "--validation-share", 0.1)  # the project's
+    assert report == json.loads(dflash("inspect-buckets", cache, "--json", *by_hand).out)
+    assert dflash("train", project).code == 0
+    plan = decode_plan((project.parent / "run" / "plans" / "epoch-000.parquet").read_bytes())
+    assert report["num_micro_batches"] == plan.num_micro_batches
+    other = json.loads(dflash("inspect-buckets", cache, "--json", "--config", project, "--accumulation", 2).out)
+    assert (other["num_micro_batches"], other["step_size"]) == (plan.num_micro_batches, 2)

@@ -2,12 +2,16 @@
 
 import io
 import json
+import os
 import re
+import signal
+import threading
+import time
 
 import pytest
 from rich.console import Console
 
-from dflash_cli import train
+from dflash_cli import evaluate, train
 from dflash_cli.train import TrainConsole
 from dflash_cli.train_lines import show_mix
 
@@ -117,3 +121,35 @@ def test_a_file_has_the_plain_line_and_nothing_that_steers_a_terminal(monkeypatc
         "step 2/4  loss 3.250  accuracy 51/20 %  acceptance ~1.61  lr 6.0e-04  norm 0.50  12,345 tokens/s  wait 50 %  "
         "1.5 GB  1:15 left\n  how it was mixed\n"
     )
+
+
+def test_a_run_that_is_stopped_says_where_its_checkpoint_is_and_the_exit_code_stops_a_script(dflash, project) -> None:
+    assert dflash("generate", project).code == 0
+    log = project.parent / "run" / "log.jsonl"
+
+    def interrupt() -> None:
+        while not (log.exists() and log.read_text().count("\n") >= 2):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    stopped = dflash("train", project, "--set", "train.epochs=100")
+    assert stopped.code == 130
+    last = max((project.parent / "run" / "checkpoints").glob("step-*.pt"))
+    assert stopped.out.endswith(f"Stopped with a checkpoint ({last}); the same command goes on from there.\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train", "Stopped; what was committed is kept, and the same command goes on from there.\n"),
+        ("eval", "Stopped.\n"),
+    ],
+)
+def test_a_command_that_is_interrupted_before_it_can_stop_in_order_says_so(
+    dflash, project, monkeypatch, command, said
+) -> None:
+    module = train if command == "train" else evaluate
+    monkeypatch.setattr(module, "load_config", lambda *_: signal.raise_signal(signal.SIGINT))
+    stopped = dflash(command, project)
+    assert (stopped.code, stopped.err) == (130, said)

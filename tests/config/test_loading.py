@@ -137,7 +137,7 @@ def test_an_unknown_key_in_the_file_is_refused_like_one_of_an_override(file: Pat
         ("target.dtype=float64", "target.dtype: input should be 'float32', 'bfloat16' or 'float16' (found 'float64')."),
         ("target.layer_ids=[3, 1]", "target.layer_ids: must be ascending, without repeats (found [3, 1])."),
         ("target.layer_ids=[1, 1]", "target.layer_ids: must be ascending, without repeats (found [1, 1])."),
-        ("data.paths=a.jsonl", "data.paths: input should be a valid tuple (found 'a.jsonl')."),
+        ("data.paths=a.jsonl", "data.paths: must be a list (found 'a.jsonl')."),
         ("cache_dir=7", "cache_dir: input should be a valid string (found 7)."),
     ],
 )

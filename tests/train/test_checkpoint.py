@@ -159,7 +159,8 @@ def test_a_damaged_file_is_told_with_what_to_do(tmp_path: Path, damage: str) -> 
         path.write_bytes({"empty": b"", "half": data[: len(data) // 2], "garbage": b"no zip" * 100}[damage])
     told = refusal(path)
     assert told.startswith(f"The checkpoint {path} is damaged (")
-    assert told.endswith("): remove it to go on from the one before.")
+    assert told.endswith("): remove it to go on from the one before, or name another if it was never one.")
+    assert "weights_only" not in told  # which torch advises to switch off
     assert "\n" not in told
 
 

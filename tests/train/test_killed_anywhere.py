@@ -13,6 +13,7 @@ from dflash_cache.config.settings import Config
 from dflash_cache.config.sweep import load_sweep
 
 NUM_KILLS = 10
+GRID = {"train.learning_rate": [1e-3, 3e-3], "objective.weights": ["decay", "dpace"]}
 
 
 def assert_same_runs(one: list[Config], other: list[Config]) -> None:
@@ -44,14 +45,18 @@ def test_a_run_killed_anywhere_ends_with_the_same_bits(configure, tmp_path: Path
         assert not make(number).half_saved()
 
 
-@pytest.mark.parametrize("mode", ["turns", "together"])
-def test_a_sweep_killed_anywhere_ends_with_the_same_bits(configure, tmp_path: Path, mode) -> None:
+@pytest.mark.parametrize(
+    ("mode", "grid", "num_kills"),
+    [("turns", GRID, NUM_KILLS), ("together", GRID, NUM_KILLS), ("devices", {"train.learning_rate": [1e-3, 3e-3]}, 3)],
+)
+def test_a_sweep_killed_anywhere_ends_with_the_same_bits(configure, tmp_path: Path, mode, grid, num_kills) -> None:
     def make(name: object) -> Command:
         tree = {
             "base": "base.yaml",
             "sweep_dir": str(tmp_path / f"sweep-{name}"),
             "mode": mode,
-            "grid": {"train.learning_rate": [1e-3, 3e-3], "objective.weights": ["decay", "dpace"]},
+            "devices": "cpu:2",
+            "grid": grid,
         }
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
         return Command(["sweep", str(tmp_path / f"{name}.yaml")], tmp_path / f"sweep-{name}")
@@ -61,7 +66,7 @@ def test_a_sweep_killed_anywhere_ends_with_the_same_bits(configure, tmp_path: Pa
 
     (tmp_path / "base.yaml").write_text(dump_config(configure("base")))
     seconds = run_whole(make("whole"))
-    kills = kill_until_done(make, seconds, NUM_KILLS, seed=7)
+    kills = kill_until_done(make, seconds, num_kills, seed=7)
     for number in kills.finished:
         assert_same_runs(runs(number), runs("whole"))
         assert not make(number).half_saved()

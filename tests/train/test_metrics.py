@@ -1,5 +1,7 @@
 import json
 import math
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_cache.config.loading import validate_config
+from dflash_cache.config.settings import Config
 from dflash_cache.drafter.loss import BlockLoss
+from dflash_cache.errors import RunError
 from dflash_cache.train.metrics import JsonLines, StepSums, Wandb
 
 CPU = torch.device("cpu")
@@ -217,32 +221,60 @@ def test_a_loss_that_is_not_a_number_does_not_stop_a_later_resumption(tmp_path: 
     assert [step for step, _ in logged(path)] == [1, 2, 3]
 
 
-def test_wandb_offline_leaves_a_run_folder_with_the_records_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
+@pytest.fixture
+def wandb_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Config]:
+    """The configuration of a run that is not there yet, logged to wandb in a mode; wandb keeps to `tmp_path`."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
-    run_dir = tmp_path / "some-run"
-    run_dir.mkdir()
-    config = validate_config(
-        {
+
+    def make(name: str, mode: str = "offline") -> Config:
+        tree = {
             "cache_dir": "cache",
-            "run_dir": str(run_dir),
+            "run_dir": str(tmp_path / name),
             "target": {"model": "some-target"},
             "data": {"paths": ["a.jsonl"]},
-            "wandb": {"mode": "offline", "project": "some-project"},
-        },
-        "test",
-    )
+            "wandb": {"mode": mode, "project": "some-project"},
+        }
+        return validate_config(tree, "test")
+
+    return make
+
+
+def stored_by_wandb(config: Config, name: str) -> bytes:
+    """What it wrote for a finished run, with what is logged as `name`: its own process may still be writing."""
+    (path,) = (Path(config.run_dir) / "wandb").glob("offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60
+    while name.encode() not in path.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path.read_bytes()
+
+
+def test_runs_logged_to_wandb_at_once_are_runs_of_their_own_whatever_their_folders_are_called(wandb_config) -> None:
+    configs = [wandb_config(f"seed={seed},init=a:b;c?d#e'") for seed in (1, 2)]
+    with Wandb(configs[0]) as one, Wandb(configs[1]) as other:
+        one({"kind": "train", "step": 1, "only_one": 0.5})
+        other({"kind": "train", "step": 1, "only_other": 0.5})
+    for config, name, others in zip(configs, ("only_one", "only_other"), (b"only_other", b"only_one"), strict=True):
+        stored = stored_by_wandb(config, name)
+        assert name.encode() in stored
+        assert others not in stored
+
+
+def test_a_run_that_wandb_refuses_ends_in_one_sentence(wandb_config, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "too short")
+    with pytest.raises(RunError, match=r"does not take the run \S+ \(.*\): mend that, or set wandb\.mode to offline"):
+        Wandb(wandb_config("refused", "online"))
+
+
+def test_wandb_offline_leaves_a_run_folder_with_the_records_names(wandb_config) -> None:
+    config = wandb_config("some-run")
     with Wandb(config) as sink:
         batch = {"bucket_0_pct": 75.0, "bucket_1_loss": None, "longest_run": 2}
         sink({"kind": "train", "step": 3, "loss": 0.5, "accuracies": [4, 0], "text": "left out", "batch": batch})
         sink({"kind": "validation", "step": 3, "loss": 0.25})
-    (folder,) = (run_dir / "wandb").glob("offline-run-*-some-run-*")
-    stored = b"".join(path.read_bytes() for path in folder.glob("*.wandb"))
+    stored = stored_by_wandb(config, "validation/loss")
     names = ("train/loss", "train/accuracies_1", "train/accuracies_2", "validation/loss", "some-target")
     for name in (*names, "batch/bucket_0_pct", "batch/longest_run"):
         assert name.encode() in stored

@@ -3,9 +3,11 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import active_children
 
 import pytest
 
+from dflash_cache.train.processes import Outcome, TrainingProcess
 from dflash_cache.train.signals import SIGNALS, StopRequest
 
 RUN = """
@@ -101,3 +103,12 @@ def test_a_process_asked_twice_ends_at_once() -> None:
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=30)
     assert (process.returncode, out) == (-signal.SIGTERM, "")
+
+
+def test_ctrl_c_does_not_reach_a_training_process_even_while_it_starts() -> None:
+    process = TrainingProcess(all, [[True]], 1, {})
+    (child,) = active_children()
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGINT)  # as a terminal sends it to all processes of a command
+    assert process.end() == Outcome("complete")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()

@@ -144,6 +144,22 @@ def test_a_run_that_fails_leaves_the_others_alone(make_sweep, tmp_path) -> None:
     assert_same_runs(Sweep(sweep.settings, sweep.runs[:1]), fine)
 
 
+@pytest.mark.parametrize("mode", ["turns", "together"])
+def test_a_run_that_is_refused_before_it_begins_leaves_the_others_alone(make_sweep, mode) -> None:
+    runs = [{"objective.gamma": 2.0}, {"drafter.num_attention_heads": 3}, {"objective.gamma": 3.0}]
+    outcomes = run_sweep(make_sweep(mode, mode=mode, runs=runs, grid={"train.max_steps": [1]}), log_only)
+    assert [outcome.status for outcome in outcomes.values()] == ["complete", "failed", "complete"]
+    assert "set drafter.num_attention_heads" in outcomes["num_attention_heads=3,max_steps=1"].error
+
+
+def test_wandb_gets_each_run_under_its_own_name_in_one_group(make_sweep, tmp_path) -> None:
+    for given, group in (({"mode": "offline", "name": "mine"}, "tracked"), ({"group": "ours"}, "ours")):
+        tree = yaml.safe_load((make_sweep("tracked").folder.parent / "base.yaml").read_text())
+        (tmp_path / "tracking.yaml").write_text(yaml.safe_dump(tree | {"wandb": tree["wandb"] | given}))
+        runs = make_sweep("tracked", base="tracking.yaml").runs
+        assert [(run.config.wandb.name, run.config.wandb.group) for run in runs] == [(run.name, group) for run in runs]
+
+
 def test_the_table_ranks_by_the_best_validation(make_sweep, tmp_path) -> None:
     sweep = make_sweep("table", mode="together")
     outcomes = run_sweep(sweep, log_only)
@@ -163,7 +179,7 @@ def test_the_table_ranks_by_the_best_validation(make_sweep, tmp_path) -> None:
 
 def test_runs_of_other_seeds_read_another_order_and_share_nothing(make_sweep) -> None:
     grid = {"train.seed": [0, 1], "drafter.num_layers": [1, 2]}
-    groups = [[run.name for run in group] for group in group_runs(make_sweep("seeds", grid=grid).runs)]
+    groups = [[run.name for run in group] for group in group_runs(make_sweep("seeds", mode="together", grid=grid))]
     assert groups == [
         ["seed=0,num_layers=1", "seed=0,num_layers=2"],
         ["seed=1,num_layers=1", "seed=1,num_layers=2"],
@@ -185,6 +201,7 @@ def test_a_damaged_cache_stops_the_sweep_with_its_sentence(make_sweep, tmp_path,
         ({"grid": {"target.model": ["a"]}}, r"changes target\.model: its runs share one cache, so only drafter, objec"),
         ({"grid": {"train.epoch": [1]}}, r"there is no setting train\.epoch; did you mean train\.epochs\?"),
         ({"runs": [{"train.seed": 1}, {"train.seed": 1}]}, r"holds the run seed=1,\S+ twice: leave one out\."),
+        ({"grid": {"train.seed": []}}, r"grid\.train\.seed: must not be empty"),
         ({"gird": {}}, r"there is no setting gird; did you mean grid\?"),
         ({"base": "none.yaml"}, r"There is no configuration file \S+none\.yaml"),
         ({"grid": {"train.learning_rate": [-1]}}, r"train\.learning_rate: input should be greater than 0"),

@@ -1,0 +1,121 @@
+"""What a sweep shows while it trains: lines of its runs, and on a terminal one live line of the whole sweep below."""
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from dflash_cache.config.sweep import SweepRun
+from dflash_cli.console import console, show_seconds
+
+if TYPE_CHECKING:
+    from dflash_cache.train.metrics import Record
+
+
+class SweepConsole:
+    """One run's lines: each validation's acceptance, and every few steps its loss and time left, unless `status` does.
+
+    Without a status they are plain lines: those of a process of its own.
+    """
+
+    def __init__(self, run: SweepRun, status: "SweepStatus | None" = None) -> None:
+        self._name = run.name
+        self._log_every = run.config.train.log_every
+        self._status = status
+        self._console = console if status is None else status.console
+
+    def __call__(self, record: "Record") -> None:
+        """Show a record if it is due."""
+        if record["kind"] == "validation":
+            self._console.print(
+                f"{self._name}  validation at step {record['step']}: loss {record['loss']:.3f}, "
+                f"acceptance ~{record['acceptance_estimate']:.3f}",
+                soft_wrap=True,
+            )
+        elif (self._status is None or not self._status.is_live) and self._is_due(record):
+            self._console.print(
+                f"{self._name}  step {record['step']}/{record['num_steps']}  loss {record['loss']:.3f}  "
+                f"{show_seconds(record['seconds_left'])} left",
+                soft_wrap=True,
+            )
+        if self._status is not None:
+            self._status.add(self._name, record)
+
+    def _is_due(self, record: "Record") -> bool:
+        return bool(record["step"] % self._log_every == 0 or record["step"] == record["num_steps"])
+
+
+class SweepStatus:
+    """The live line of a sweep whose groups of runs are trained one after the other, each group step by step in turn.
+
+    How many runs are done, the step and the losses of those under way, the time left of all, and the best validation.
+    A run that has not begun is taken to have as many steps as the last one that has. `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[SweepRun]],
+        shown_on: Console = console,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = shown_on
+        self._groups = [[run.name for run in group] for group in groups]
+        self._clock = clock
+        self._live: Live | None = Live(console=shown_on, transient=True) if shown_on.is_terminal else None
+        self._last: dict[str, Record] = {}
+        self._best: tuple[float, str] | None = None
+        self._began = 0.0
+        self._num_taken = -1  # steps of all runs since the first record, which comes when one is over
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is a terminal that shows it."""
+        return self._live is not None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def add(self, name: str, record: "Record") -> None:
+        """Take in a record of the run `name`."""
+        if self._live is None:
+            return
+        if record["kind"] == "validation":
+            score = record["acceptance_estimate"]
+            if self._best is None or score > self._best[0]:
+                self._best = score, name
+            return
+        if self._num_taken < 0:
+            self._began = self._clock()
+        self._num_taken += 1
+        self._last[name] = record
+        self._live.start()
+        self._live.update(Text(self._describe(name), no_wrap=True, overflow="ellipsis"))
+
+    def _describe(self, name: str) -> str:
+        place = next(number for number, group in enumerate(self._groups) if name in group)
+        group, record = self._groups[place], self._last[name]
+        last = [self._last[each] for each in group if each in self._last]
+        going = [each for each in last if each["step"] < each["num_steps"]]
+        num_before = sum(map(len, self._groups[:place]))
+        num_runs = sum(map(len, self._groups))
+        num_later = num_runs - num_before - len(last)
+        steps_left = sum(each["num_steps"] - each["step"] for each in last) + num_later * record["num_steps"]
+        parts = [f"{num_before + len(last) - len(going)} of {num_runs} runs done"]
+        parts.append(f"step {record['step']}/{record['num_steps']}")
+        if self._num_taken:
+            seconds = steps_left * (self._clock() - self._began) / self._num_taken
+            parts.append(f"{show_seconds(seconds)} left")
+        parts.append(f"loss {'/'.join(format(each['loss'], '.3f') for each in going or [record])}")
+        if self._best is not None:
+            parts.append(f"best ~{self._best[0]:.3f} {self._best[1]}")
+        return "  ".join(parts)
