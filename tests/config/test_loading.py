@@ -268,9 +268,10 @@ def test_the_sentence_on_bucket_bounds_says_where_they_must_end(file: Path) -> N
 
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+NUM_RUNS = {"sweep": 4, "objectives": 36}  # of the files that are sweeps
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem != "sweep"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem not in NUM_RUNS], ids=lambda path: path.stem)
 def test_every_configuration_that_ships_is_valid_and_names_its_target_and_folders(path: Path) -> None:
     config = load_config(path)
     given = yaml.safe_load(path.read_text())
@@ -281,6 +282,7 @@ def test_every_configuration_that_ships_is_valid_and_names_its_target_and_folder
     )
 
 
-def test_the_sweep_that_ships_is_valid() -> None:
-    sweep = load_sweep(next(path for path in CONFIGS if path.stem == "sweep"))
-    assert len({run.config.run_dir for run in sweep.runs}) == len(sweep.runs) == 4
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path.stem in NUM_RUNS], ids=lambda path: path.stem)
+def test_every_sweep_that_ships_is_valid(path: Path) -> None:
+    sweep = load_sweep(path)
+    assert len({run.config.run_dir for run in sweep.runs}) == len(sweep.runs) == NUM_RUNS[path.stem]
