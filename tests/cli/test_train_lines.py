@@ -151,5 +151,9 @@ def test_a_command_that_is_interrupted_before_it_can_stop_in_order_says_so(
 ) -> None:
     module = train if command == "train" else evaluate
     monkeypatch.setattr(module, "load_config", lambda *_: signal.raise_signal(signal.SIGINT))
-    stopped = dflash(command, project)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        stopped = dflash(command, project)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (stopped.code, stopped.err) == (130, said)
