@@ -156,6 +156,10 @@ def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
 
     Raises ValueError for what `Drafter` does not compute, KeyError for a missing key.
     """
+    if "dflash_config" not in config:
+        is_other = "speculators_config" in config
+        other = " (it is in speculators' format, which is written and not read)" if is_other else ""
+        raise ValueError(f"config.json lacks the dflash_config of z-lab's format{other}")
     own = config["dflash_config"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))

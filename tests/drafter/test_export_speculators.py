@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_cache.config.settings import DrafterSettings, TargetSettings
-from dflash_cache.drafter.export import expected_tensors, export_zlab
+from dflash_cache.drafter.export import expected_tensors, export_zlab, read_export
 from dflash_cache.drafter.export_speculators import export_speculators
 from dflash_cache.drafter.frozen import load_frozen
 from dflash_cache.drafter.model import Drafter
@@ -48,6 +48,12 @@ def test_the_tensors_are_the_drafters_alone_in_the_dtype_that_was_asked_for(llam
     for name, tensor in drafter.state_dict().items():
         assert found[name].dtype == getattr(torch, dtype), name
         assert torch.equal(found[name], tensor.to(getattr(torch, dtype))), name
+
+
+def test_reading_it_back_is_refused_by_the_formats_name(llama_folder: Path, tmp_path: Path) -> None:
+    export_speculators(make_drafter(llama_folder), TargetSettings(model=str(llama_folder)), tmp_path / "out", "float32")
+    with pytest.raises(RunError, match=r"in speculators' format, which is written and not read"):
+        read_export(tmp_path / "out")
 
 
 def test_the_config_counts_layers_from_one_and_names_the_target(llama_folder: Path, tmp_path: Path) -> None:
