@@ -98,7 +98,7 @@ def test_a_damaged_folder_is_told_with_what_to_do(configure) -> None:
     with pytest.raises(RunError) as caught:
         load_checkpoint(path)
     assert str(caught.value).startswith(f"The checkpoint {path} is damaged (")
-    assert str(caught.value).endswith("): remove it to go on from the one before.")
+    assert str(caught.value).endswith("): remove it to go on from the one before, or name another if it was never one.")
 
 
 def test_muon_is_refused_where_weights_are_sharded() -> None:
