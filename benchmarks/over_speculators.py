@@ -20,14 +20,15 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from step import ANCHORS, SMOLLM2, Input, make_models, run_step
+from step import Input, make_models, run_step
+from step_sizes import SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash_cache.config.settings import TargetSettings
 from dflash_cache.drafter.anchors import draw_anchors, make_blocks, pad_anchors
 from dflash_cache.drafter.export_speculators import export_speculators
 
-SAMPLES, TOKENS = 4, 256
+SAMPLES, TOKENS, ANCHORS = 4, 256, 40
 BLOCKS = SAMPLES * ANCHORS
 GOAL = 5.0
 
