@@ -31,7 +31,7 @@ from dflash_cache.drafter.device import list_devices
 from dflash_cache.errors import CacheError, ConfigError, DFlashError
 from dflash_cache.target.answers import ANNOUNCED, answer_batches
 from dflash_cache.target.dealer import Dealer, StoppedError
-from dflash_cache.target.interrupts import terminate_like_interrupt
+from dflash_cache.target.interrupts import heed_interrupts, hold_interrupts, terminate_like_interrupt
 from dflash_cache.target.observer import Observer
 from dflash_cache.target.prepare import Loader, read_preparation
 from dflash_cache.target.work import work
@@ -71,7 +71,7 @@ class Crew:
         """All workers at `task` until `dealer` has no more; `tell` is called now and then, and at the end.
 
         Raises CacheError when a worker fails or dies; the others then end after what they are at, or give it up if
-        `gives_up`. KeyboardInterrupt likewise.
+        `gives_up`, and at once if they have not begun. KeyboardInterrupt likewise.
         """
         context: BaseContext = get_context("spawn")  # a fork would not survive an initialised GPU
         address = (self.store.port, self._inheritable_lock(context))
@@ -83,17 +83,20 @@ class Crew:
             )
             for rank, device in enumerate(self.devices)
         ]
+        for rank in range(len(processes)):  # of an earlier task
+            self.store.delete_key(_begun(rank))
         try:
-            for process in processes:
-                process.start()
+            with hold_interrupts():  # a worker that is importing would show where it was
+                for process in processes:
+                    process.start()
             _watch(processes, tell)
         finally:
             dealer.stop()
-            started = [process for process in processes if process.pid is not None]
-            for process in started:
-                if gives_up and process.is_alive():
+            started = [(rank, process) for rank, process in enumerate(processes) if process.pid is not None]
+            for rank, process in started:
+                if process.is_alive() and (gives_up or not self.store.check([_begun(rank)])):
                     process.terminate()
-            for process in started:
+            for _, process in started:
                 process.join()
         ended = {rank: process for rank, process in enumerate(processes) if process.exitcode}
         failed = {rank: process for rank, process in ended.items() if process.exitcode not in _ENDED_BY_US} or ended
@@ -164,6 +167,8 @@ def _run_worker(task: Task, config: Config, address: tuple[int, Any], rank: int,
         sys.exit(_INTERRUPTED)
     try:
         with terminate_like_interrupt():
+            store.set(_begun(rank), "")
+            heed_interrupts()
             if config.target.device == "cpu":  # workers on one CPU share its cores
                 torch.set_num_threads(max(1, torch.get_num_threads() // num_workers))
             task(config, Loader(config), store)
@@ -172,6 +177,10 @@ def _run_worker(task: Task, config: Config, address: tuple[int, Any], rank: int,
         sys.exit(2)
     except (KeyboardInterrupt, StoppedError):
         sys.exit(_INTERRUPTED)
+
+
+def _begun(rank: int) -> str:
+    return f"begun/{rank}"
 
 
 def _watch(processes: Sequence[BaseProcess], tell: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM ends the first stage as Ctrl-C does: what is whole is committed, then the process ends."""
+"""Interrupts of the first stage: SIGTERM ends it as Ctrl-C does, and Ctrl-C waits while a process starts."""
 
 import signal
 import threading
@@ -23,3 +23,18 @@ def terminate_like_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """In the block Ctrl-C waits; for a process that is started in it, until `heed_interrupts`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def heed_interrupts() -> None:
+    """Let a Ctrl-C that waits, and any later one, interrupt."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
