@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
-from dflash_cli.console import WorkProgress, console
+from dflash_cli.console import WorkProgress, console, errors
 from dflash_cli.options import AsJson, ConfigFile, OtherTarget, Overrides
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def register(app: typer.Typer) -> None:
             typer.echo(json.dumps(result.to_dict()))
         else:
             show(result)
+        if plot is not None:
+            (errors if as_json else console).print(f"The picture is in {plot}.", soft_wrap=True)
 
 
 def open_drafter(config: Config, checkpoint: Path | None) -> "Drafter":
