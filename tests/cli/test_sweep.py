@@ -22,7 +22,11 @@ def test_a_sweep_trains_each_run_and_ends_in_a_ranked_table(dflash, project, tmp
     assert [(words[0], words[-1]) for words in lines] == [
         (row["objective.weights"], f"~{row['acceptance_estimate']:.3f}") for row in rows
     ]
-    again = dflash("sweep", tmp_path / "sweep.yaml")
+    check(
+        dflash("sweep", tmp_path / "sweep.yaml", "--set", "objective.weights=dpace"),
+        "--set changes objective.weights, which the sweep",
+    )
+    again = dflash("sweep", tmp_path / "sweep.yaml", "--set", "train.log_every=1")
     assert again.code == 0
     assert "validation" in shown.out
     assert "validation" not in again.out  # all was done already

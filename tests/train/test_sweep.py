@@ -195,6 +195,37 @@ def test_a_damaged_cache_stops_the_sweep_with_its_sentence(make_sweep, tmp_path,
         run_sweep(make_sweep("damaged", mode="together"), log_only)
 
 
+def test_an_override_changes_the_base_of_all_runs_and_nothing_that_the_sweep_sets(make_sweep, tmp_path) -> None:
+    made = make_sweep("overridden", runs=[{"train.seed": 1}])
+    path = tmp_path / "overridden.yaml"
+    plain, changed = (load_sweep(path, given) for given in ([], ["train.epochs=7", "wandb={project: mine}"]))
+    assert plain == made
+    for one, other in zip(plain.runs, changed.runs, strict=True):
+        assert (other.name, other.changes) == (one.name, one.changes)
+        assert (other.config.train.epochs, other.config.wandb.project) == (7, "mine")
+        train = one.config.train.model_copy(update={"epochs": 7})
+        wandb = one.config.wandb.model_copy(update={"project": "mine"})
+        assert other.config == one.config.model_copy(update={"train": train, "wandb": wandb})
+    for override, key in {
+        "train.learning_rate=1": "train.learning_rate",
+        "objective={weights: decay, gamma: 2}": "objective.weights",
+        "train.seed=2": "train.seed",
+        "run_dir=x": "run_dir",
+        "wandb.name=x": "wandb.name",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_sweep(path, ["train.epochs=7", override])
+        assert str(caught.value) == f"--set changes {key}, which the sweep {path} sets for its runs: leave it out."
+    assert load_sweep(path, ["objective={gamma: 2}"]).runs[0].config.objective.weights == "decay"
+    with pytest.raises(ConfigError, match=r"there is no setting train\.epoch; did you mean train\.epochs\?"):
+        load_sweep(path, ["train.epoch=7"])
+    with pytest.raises(ConfigError, match=r"wandb: must be a section with keys of its own"):
+        load_sweep(path, ["wandb=7"])
+    make_sweep("whole", grid={"objective": [{"weights": "decay"}]})
+    with pytest.raises(ConfigError, match=r"--set changes objective, which"):
+        load_sweep(tmp_path / "whole.yaml", ["objective.gamma=2"])
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
