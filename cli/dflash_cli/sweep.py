@@ -46,11 +46,16 @@ def register(app: typer.Typer) -> None:
 
 def train_drafters(planned: Sweep) -> dict[str, "Outcome"]:
     """All runs, with one live line for them on a terminal; those of processes of their own show plain lines."""
+    from dflash_cache.train.checkpoint import best_score
     from dflash_cache.train.sweep import group_runs, run_sweep
+    from dflash_cache.train.sweep_table import read_last_step
 
     if planned.settings.mode == "devices":
         return run_sweep(planned, open_sinks)
     with SweepStatus(group_runs(planned)) as status:
+        for run in planned.runs:
+            run_dir = Path(run.config.run_dir)
+            status.recall(run.name, read_last_step(run_dir), best_score(run_dir))
         return run_sweep(planned, partial(open_sinks, status=status))
 
 

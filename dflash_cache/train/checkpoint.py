@@ -10,6 +10,7 @@ refused with the difference shown.
 
 import io
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -150,7 +151,7 @@ def best_path(run_dir: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def best_score(run_dir: Path, up_to_step: int) -> float:
+def best_score(run_dir: Path, up_to_step: float = math.inf) -> float:
     """Validation's acceptance estimate of the best checkpoint; −inf without one, or if it is past `up_to_step`."""
     best = _read_best(run_dir)
     return float(best["acceptance_estimate"]) if best and best["step"] <= up_to_step else float("-inf")

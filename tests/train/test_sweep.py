@@ -1,5 +1,6 @@
 """Many drafters over one cache: each ends with the bits that it has alone, however the sweep was run."""
 
+import json
 import os
 import signal
 import threading
@@ -25,7 +26,7 @@ from dflash_cache.train.loop import train
 from dflash_cache.train.metrics import JsonLines
 from dflash_cache.train.processes import Outcome
 from dflash_cache.train.sweep import group_runs, run_sweep
-from dflash_cache.train.sweep_table import tabulate, write_sweep_table
+from dflash_cache.train.sweep_table import read_last_step, tabulate, write_sweep_table
 
 GRID = {"train.learning_rate": [1e-3, 3e-3], "objective.weights": ["decay", "dpace"]}
 
@@ -175,6 +176,18 @@ def test_the_table_ranks_by_the_best_validation(make_sweep, tmp_path) -> None:
     assert [(row["name"], row["train.learning_rate"]) for row in found] == [
         (row["name"], str(row["train.learning_rate"])) for row in rows
     ]
+
+
+def test_the_last_step_is_found_at_the_end_of_a_log_that_a_kill_may_have_cut(tmp_path) -> None:
+    assert read_last_step(tmp_path) is None
+    steps = [{"kind": "train", "step": step, "filling": "x" * 5000} for step in range(1, 60)]
+    records = [*steps, {"kind": "validation", "step": 59}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read_last_step(tmp_path) == steps[-1]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records)[:-7000])
+    assert read_last_step(tmp_path) == steps[-3]
+    (tmp_path / "log.jsonl").write_text("")
+    assert read_last_step(tmp_path) is None
 
 
 def test_runs_of_other_seeds_read_another_order_and_share_nothing(make_sweep) -> None:
