@@ -4,15 +4,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from dflash_cache.config.sweep import SweepRun
-from dflash_cli.console import console, show_seconds
+from dflash_cli.console import LiveLine, console, show_seconds
 
 if TYPE_CHECKING:
     from dflash_cache.train.metrics import Record
@@ -68,7 +65,7 @@ class SweepStatus:
         self.console = shown_on
         self._groups = [[run.name for run in group] for group in groups]
         self._clock = clock
-        self._live: Live | None = Live(console=shown_on, transient=True) if shown_on.is_terminal else None
+        self._line = LiveLine(shown_on)
         self._last: dict[str, Record] = {}
         self._best: tuple[float, str] = -math.inf, ""
         self._began = 0.0
@@ -77,16 +74,13 @@ class SweepStatus:
     @property
     def is_live(self) -> bool:
         """Whether it is a terminal that shows it."""
-        return self._live is not None
+        return self._line.has_place
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def __exit__(self, *_: object) -> None:
+        self._line.stop()
 
     def recall(self, name: str, last: "Record | None", score: float) -> None:
         """Before any record: the last step of the run `name` in earlier sessions, and its best validation (or −inf)."""
@@ -96,7 +90,7 @@ class SweepStatus:
 
     def add(self, name: str, record: "Record") -> None:
         """Take in a record of the run `name`."""
-        if self._live is None:
+        if not self.is_live:
             return
         if record["kind"] == "validation":
             self._rank(name, record["acceptance_estimate"])
@@ -105,8 +99,7 @@ class SweepStatus:
             self._began = self._clock()
         self._num_taken += 1
         self._last[name] = record
-        self._live.start()
-        self._live.update(Text(self._describe(name), no_wrap=True, overflow="ellipsis"))
+        self._line.show(self._describe(name))
 
     def _rank(self, name: str, score: float) -> None:
         if score > self._best[0]:

@@ -36,7 +36,7 @@ def test_a_terminal_has_each_validation_and_below_it_one_line_of_the_whole_sweep
 
         def show(name: str, record: dict) -> list[str]:
             shown[name](record)
-            status._live.refresh()
+            status._line._live.refresh()
             return screen_of(terminal.file.getvalue())
 
         assert show("a", train_record(1, 6.0)) == ["0 of 3 runs done  step 1/4  loss 6.000"]
@@ -72,7 +72,7 @@ def test_a_sweep_that_goes_on_counts_what_earlier_sessions_did(clock) -> None:
             status.add(name, train_record(step, 3.0))
             clock.now += 2
         status.add("b", train_record(4, 3.0))  # 2 s a step; left: 3 of c, 3 of e
-        status._live.refresh()
+        status._line._live.refresh()
         assert screen_of(terminal.file.getvalue()) == [
             "3 of 5 runs done  step 4/4  0:12 left  loss 3.000  best ~1.750 b"
         ]
