@@ -4,11 +4,12 @@ On a terminal progress is one live line; in a log file it is a plain line now an
 """
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -41,9 +42,7 @@ class WorkProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -67,6 +66,23 @@ class WorkProgress:
             console.print(f"{self.title}: {done:,} of {self._total:,} {self._unit}, {text}{ending}")
             self._last_line, self._is_ended = now, done >= self._total
         return seconds
+
+
+class LiveLine:
+    """One line at the foot of a terminal, from its first text until `stop`; `has_place`: whether it is a terminal."""
+
+    def __init__(self, shown_on: Console) -> None:
+        self.has_place = shown_on.is_terminal
+        self._live = Live(console=shown_on, transient=True)
+
+    def show(self, text: str) -> None:
+        """Put the text in place of the last one; its end is cut off where it is wider than the terminal."""
+        self._live.start()
+        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
+
+    def stop(self) -> None:
+        """Take the line away."""
+        self._live.stop()
 
 
 def show_bytes(count: float) -> str:

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
-from dflash_cli.console import WorkProgress, console
-from dflash_cli.options import AsJson, ConfigFile, Overrides
+from dflash_cli.console import WorkProgress, console, errors
+from dflash_cli.options import AsJson, ConfigFile, OtherTarget, Overrides
 
 if TYPE_CHECKING:
     from dflash_cache.decode.evaluate import Evaluation, Figures
@@ -43,10 +43,12 @@ def register(app: typer.Typer) -> None:
             Path | None,
             typer.Option(metavar="FILE", help="Draw the acceptance histogram into a .png or .svg file (matplotlib)."),
         ] = None,
+        other_target: OtherTarget = False,
         as_json: AsJson = False,
     ) -> None:
         """Decode prompts with target and drafter: acceptance length, speed, and whether the output is the target's."""
         from dflash_cache.decode.evaluate import resolve_block_size
+        from dflash_cache.decode.fit import check_target
         from dflash_cli.acceptance_picture import check_plot, draw_acceptance
 
         given = {"block_size": block_size, "temperature": temperature, "batch_size": batch_size}
@@ -56,6 +58,7 @@ def register(app: typer.Typer) -> None:
             check_plot(plot)
         drafter = open_drafter(settings, checkpoint)
         resolve_block_size(drafter, settings.eval)  # refused before the target has answered everything
+        check_target(drafter, settings.target, other_target)
         result = Bench(settings, quiet=as_json).measure(drafter, "With the drafter")
         if plot is not None:
             draw_acceptance(plot, result)
@@ -63,6 +66,8 @@ def register(app: typer.Typer) -> None:
             typer.echo(json.dumps(result.to_dict()))
         else:
             show(result)
+        if plot is not None:
+            (errors if as_json else console).print(f"The picture is in {plot}.", soft_wrap=True)
 
 
 def open_drafter(config: Config, checkpoint: Path | None) -> "Drafter":

@@ -7,7 +7,7 @@ import typer
 
 from dflash_cache.config.loading import load_config
 from dflash_cli.console import console
-from dflash_cli.options import ConfigFile, Overrides
+from dflash_cli.options import ConfigFile, OtherTarget, Overrides
 
 
 def register(app: typer.Typer) -> None:
@@ -25,8 +25,10 @@ def register(app: typer.Typer) -> None:
         form: Annotated[
             str, typer.Option("--format", help="zlab: for SGLang, vLLM and z-lab's package; speculators: for vLLM's.")
         ] = "zlab",
+        other_target: OtherTarget = False,
     ) -> None:
         """Write config.json and model.safetensors as z-lab or vLLM's speculators publish DFlash drafters."""
+        from dflash_cache.decode.fit import check_target
         from dflash_cache.drafter.export import DTYPES, export_zlab
         from dflash_cache.drafter.export_speculators import export_speculators
         from dflash_cache.errors import ConfigError
@@ -42,5 +44,6 @@ def register(app: typer.Typer) -> None:
         if form == "zlab":
             export_zlab(drafter, out, known)
         else:
+            check_target(drafter, settings.target, other_target)  # which this format names
             export_speculators(drafter, settings.target, out, known)
         console.print(f"The drafter {out} is ready.")

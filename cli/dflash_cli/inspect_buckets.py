@@ -18,7 +18,7 @@ from rich.table import Table
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import RemoteSettings, TrainSettings
 from dflash_cache.data.mixing import MixFigures
-from dflash_cli.console import console, show_bytes, show_count
+from dflash_cli.console import console, errors, show_bytes, show_count
 from dflash_cli.options import AsJson, Cache
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def register(app: typer.Typer) -> None:
             typer.echo(json.dumps(report))
         else:
             show(report)
+        if plot is not None:
+            (errors if as_json else console).print(f"The picture is in {plot}.", soft_wrap=True)
 
 
 @dataclass(frozen=True)

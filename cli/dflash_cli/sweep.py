@@ -11,6 +11,7 @@ from rich.table import Table
 
 from dflash_cache.config.sweep import Sweep, SweepRun, load_sweep, shorten
 from dflash_cli.console import console, errors
+from dflash_cli.options import Overrides
 from dflash_cli.sweep_lines import SweepConsole, SweepStatus
 
 if TYPE_CHECKING:
@@ -22,11 +23,13 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
 
     @app.command()
-    def sweep(config: Annotated[Path, typer.Argument(help="The sweep's YAML file.")]) -> None:
+    def sweep(
+        config: Annotated[Path, typer.Argument(help="The sweep's YAML file.")], overrides: Overrides = None
+    ) -> None:
         """Train many drafters from one cache, and rank them; goes on where it was stopped."""
         from dflash_cache.train.sweep_table import tabulate, write_sweep_table
 
-        planned = load_sweep(config)
+        planned = load_sweep(config, overrides or [])
         outcomes = train_drafters(planned)
         rows = tabulate(planned, outcomes)
         show(planned, rows)
@@ -43,11 +46,16 @@ def register(app: typer.Typer) -> None:
 
 def train_drafters(planned: Sweep) -> dict[str, "Outcome"]:
     """All runs, with one live line for them on a terminal; those of processes of their own show plain lines."""
+    from dflash_cache.train.checkpoint import best_score
     from dflash_cache.train.sweep import group_runs, run_sweep
+    from dflash_cache.train.sweep_table import read_last_step
 
     if planned.settings.mode == "devices":
         return run_sweep(planned, open_sinks)
     with SweepStatus(group_runs(planned)) as status:
+        for run in planned.runs:
+            run_dir = Path(run.config.run_dir)
+            status.recall(run.name, read_last_step(run_dir), best_score(run_dir))
         return run_sweep(planned, partial(open_sinks, status=status))
 
 

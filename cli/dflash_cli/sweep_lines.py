@@ -1,16 +1,15 @@
 """What a sweep shows while it trains: lines of its runs, and on a terminal one live line of the whole sweep below."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from itertools import chain
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from dflash_cache.config.sweep import SweepRun
-from dflash_cli.console import console, show_seconds
+from dflash_cli.console import LiveLine, console, show_seconds
 
 if TYPE_CHECKING:
     from dflash_cache.train.metrics import Record
@@ -52,8 +51,9 @@ class SweepConsole:
 class SweepStatus:
     """The live line of a sweep whose groups of runs are trained one after the other, each group step by step in turn.
 
-    How many runs are done, the step and the losses of those under way, the time left of all, and the best validation.
-    A run that has not begun is taken to have as many steps as the last one that has. `clock` gives seconds.
+    How many runs are done, the step and the losses of those under way, the time left of all, and the best validation,
+    each with what earlier sessions did (`recall`). A run that has not begun is taken to have as many steps as the one
+    that took the last step. `clock` gives seconds.
     """
 
     def __init__(
@@ -65,57 +65,62 @@ class SweepStatus:
         self.console = shown_on
         self._groups = [[run.name for run in group] for group in groups]
         self._clock = clock
-        self._live: Live | None = Live(console=shown_on, transient=True) if shown_on.is_terminal else None
+        self._line = LiveLine(shown_on)
         self._last: dict[str, Record] = {}
-        self._best: tuple[float, str] | None = None
+        self._best: tuple[float, str] = -math.inf, ""
         self._began = 0.0
         self._num_taken = -1  # steps of all runs since the first record, which comes when one is over
 
     @property
     def is_live(self) -> bool:
         """Whether it is a terminal that shows it."""
-        return self._live is not None
+        return self._line.has_place
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def __exit__(self, *_: object) -> None:
+        self._line.stop()
+
+    def recall(self, name: str, last: "Record | None", score: float) -> None:
+        """Before any record: the last step of the run `name` in earlier sessions, and its best validation (or −inf)."""
+        if last is not None:
+            self._last[name] = last
+        self._rank(name, score)
 
     def add(self, name: str, record: "Record") -> None:
         """Take in a record of the run `name`."""
-        if self._live is None:
+        if not self.is_live:
             return
         if record["kind"] == "validation":
-            score = record["acceptance_estimate"]
-            if self._best is None or score > self._best[0]:
-                self._best = score, name
+            self._rank(name, record["acceptance_estimate"])
             return
         if self._num_taken < 0:
             self._began = self._clock()
         self._num_taken += 1
         self._last[name] = record
-        self._live.start()
-        self._live.update(Text(self._describe(name), no_wrap=True, overflow="ellipsis"))
+        self._line.show(self._describe(name))
+
+    def _rank(self, name: str, score: float) -> None:
+        if score > self._best[0]:
+            self._best = score, name
 
     def _describe(self, name: str) -> str:
         place = next(number for number, group in enumerate(self._groups) if name in group)
-        group, record = self._groups[place], self._last[name]
-        last = [self._last[each] for each in group if each in self._last]
-        going = [each for each in last if each["step"] < each["num_steps"]]
-        num_before = sum(map(len, self._groups[:place]))
+        record = self._last[name]
         num_runs = sum(map(len, self._groups))
-        num_later = num_runs - num_before - len(last)
-        steps_left = sum(each["num_steps"] - each["step"] for each in last) + num_later * record["num_steps"]
-        parts = [f"{num_before + len(last) - len(going)} of {num_runs} runs done"]
+        left = {each: self._last.get(each) for each in chain(*self._groups[place:])}  # the groups before are done
+        steps_left = {
+            each: record["num_steps"] if last is None else last["num_steps"] - last["step"]
+            for each, last in left.items()
+        }
+        going = [last for each in self._groups[place] if steps_left[each] and (last := left[each]) is not None]
+        parts = [f"{num_runs - sum(map(bool, steps_left.values()))} of {num_runs} runs done"]
         parts.append(f"step {record['step']}/{record['num_steps']}")
         if self._num_taken:
-            seconds = steps_left * (self._clock() - self._began) / self._num_taken
+            seconds = sum(steps_left.values()) * (self._clock() - self._began) / self._num_taken
             parts.append(f"{show_seconds(seconds)} left")
         parts.append(f"loss {'/'.join(format(each['loss'], '.3f') for each in going or [record])}")
-        if self._best is not None:
+        if self._best[1]:
             parts.append(f"best ~{self._best[0]:.3f} {self._best[1]}")
         return "  ".join(parts)

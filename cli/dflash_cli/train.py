@@ -4,17 +4,14 @@ import json
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from dflash_cache.config.loading import load_config
 from dflash_cache.config.settings import Config
-from dflash_cli.console import console
+from dflash_cli.console import LiveLine, console
 from dflash_cli.options import ConfigFile, Overrides
 from dflash_cli.train_lines import StepTable, show_mix, show_percentages, show_status, show_step
 
@@ -117,7 +114,7 @@ class TrainConsole:
     def __init__(self, log_every: int, shown_on: Console = console) -> None:
         self._log_every = log_every
         self._console = shown_on
-        self._live = Live(console=shown_on, transient=True) if shown_on.is_terminal else None
+        self._line = LiveLine(shown_on)
         self._table: StepTable | None = None
         self.complete = False
         self.tokens = 0
@@ -128,11 +125,8 @@ class TrainConsole:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def __exit__(self, *_: object) -> None:
+        self._line.stop()
 
     def __call__(self, record: "Record") -> None:
         """Show a record if it is due."""
@@ -153,12 +147,11 @@ class TrainConsole:
             )
         if record["step"] % self._log_every == 0 or record["step"] == record["num_steps"]:
             self._show_step(record)
-        if self._live is not None:
-            self._live.start()
-            self._live.update(Text(show_status(record), no_wrap=True, overflow="ellipsis"))
+        if self._line.has_place:
+            self._line.show(show_status(record))
 
     def _show_step(self, record: "Record") -> None:
-        if self._live is None:
+        if not self._line.has_place:
             self._console.print(show_step(record), soft_wrap=True)
             self._console.print(f"  {show_mix(record['batch'])}", soft_wrap=True)
             return

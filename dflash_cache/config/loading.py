@@ -22,10 +22,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError on a missing or malformed file, an unknown key, or a value out of range.
     """
-    tree = read_yaml(path)
-    for override in overrides:
-        _apply_override(tree, override)
-    return validate_config(tree, str(path))
+    return validate_config(apply_overrides(read_yaml(path), overrides), str(path))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -68,15 +65,18 @@ def end_sentence(text: str) -> str:
     return text if text.endswith(("?", "!", ".")) else f"{text}."
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not all(key.strip().split(".")):
-        raise ConfigError(f"--set {override!r} is not of the form section.key=value.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override!r}: the value is not valid YAML; quote it.") from None
-    set_value(tree, key.strip(), value, f"--set {override!r}")
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Set each "train.seed=3" in plain values, in place; returns them. Raises ConfigError."""
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not all(key.strip().split(".")):
+            raise ConfigError(f"--set {override!r} is not of the form section.key=value.")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {override!r}: the value is not valid YAML; quote it.") from None
+        set_value(tree, key.strip(), value, f"--set {override!r}")
+    return tree
 
 
 def set_value(tree: dict[str, Any], key: str, value: object, source: str) -> None:

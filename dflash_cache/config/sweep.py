@@ -3,18 +3,19 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from dflash_cache.config.loading import describe_errors, read_yaml, set_value, validate_config
+from dflash_cache.config.loading import apply_overrides, describe_errors, read_yaml, set_value, validate_config
 from dflash_cache.config.section import Settings
 from dflash_cache.config.settings import Config
 from dflash_cache.errors import ConfigError
 
 SECTIONS = ("drafter", "objective", "train")  # all of a run that the cache does not decide
+OWN = ("run_dir", "wandb.name")  # what each run is given, whatever the base says
 
 
 class SweepSettings(Settings):
@@ -56,10 +57,11 @@ class Sweep:
         return Path(self.settings.sweep_dir)
 
 
-def load_sweep(path: Path) -> Sweep:
-    """Read a sweep's file and every run's configuration.
+def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep's file and every run's configuration; `overrides` ("train.epochs=3") change the base.
 
-    Raises ConfigError on a wrong file, on a change outside drafter, objective and train, and on two runs of one name.
+    Raises ConfigError on a wrong file, on a change outside drafter, objective and train, on two runs of one name, and
+    on an override of what the runs have from the sweep.
     """
     tree = read_yaml(path)
     try:
@@ -67,7 +69,12 @@ def load_sweep(path: Path) -> Sweep:
     except ValidationError as error:
         raise ConfigError(f"The sweep {path} is wrong: {describe_errors(error, SweepSettings)}") from None
     base = path.parent / settings.base
-    runs = [_make_run(base, settings, changes, path) for changes in _list_changes(settings)]
+    overridden = apply_overrides({}, overrides)
+    if given := next((key for key in (*settings.grid, *chain(*settings.runs), *OWN) if _holds(overridden, key)), None):
+        raise ConfigError(f"--set changes {given}, which the sweep {path} sets for its runs: leave it out.")
+    runs = [
+        _make_run(apply_overrides(read_yaml(base), overrides), settings, each, path) for each in _list_changes(settings)
+    ]
     names = [run.name for run in runs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"The sweep {path} holds the run {twice} twice: leave one out.")
@@ -85,8 +92,17 @@ def _list_changes(settings: SweepSettings) -> list[dict[str, Any]]:
     return [{**entry, **combination} for entry in settings.runs for combination in combinations]
 
 
-def _make_run(base: Path, settings: SweepSettings, changes: dict[str, Any], path: Path) -> SweepRun:
-    tree = read_yaml(base)
+def _holds(tree: dict[str, Any], key: str) -> bool:
+    """Whether plain values say something of `section.name`, or of a part of it."""
+    node: Any = tree
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
+def _make_run(tree: dict[str, Any], settings: SweepSettings, changes: dict[str, Any], path: Path) -> SweepRun:
     for key, value in changes.items():
         if key.partition(".")[0] not in SECTIONS:
             raise ConfigError(
@@ -95,10 +111,10 @@ def _make_run(base: Path, settings: SweepSettings, changes: dict[str, Any], path
         set_value(tree, key, value, f"The sweep {path}")
     name = _name_run(changes)
     tree["run_dir"] = str(Path(settings.sweep_dir) / name)
-    wandb = tree.get("wandb") or {}
-    chosen = {key: value for key, value in wandb.items() if value is not None}
-    tree["wandb"] = {"group": Path(settings.sweep_dir).name, **chosen, "name": name}
-    return SweepRun(name, changes, validate_config(tree, f"{base} with {name}"))
+    if isinstance(wandb := tree.get("wandb") or {}, dict):  # else it is refused below
+        chosen = {key: value for key, value in wandb.items() if value is not None}
+        tree["wandb"] = {"group": Path(settings.sweep_dir).name, **chosen, "name": name}
+    return SweepRun(name, changes, validate_config(tree, f"{path.parent / settings.base} with {name}"))
 
 
 def _name_run(changes: dict[str, Any]) -> str:

@@ -16,10 +16,11 @@ from xxhash import xxh3_64_intdigest
 
 from dflash_cache.config.settings import EvalSettings
 from dflash_cache.decode.choice import Choice, Greedy, Sampling
+from dflash_cache.decode.fit import check_fits
 from dflash_cache.decode.prompts import Question
 from dflash_cache.decode.speculate import Decoded, Limits, decode_plainly, decode_speculatively
 from dflash_cache.drafter.model import Drafter
-from dflash_cache.errors import ConfigError, RunError
+from dflash_cache.errors import ConfigError
 from dflash_cache.target.load import Target, stop_tokens
 
 # Largest lead that rounding alone can overturn: logits of magnitude ~30, a few units in the last place each.
@@ -88,9 +89,9 @@ def evaluate(
 ) -> Evaluation:
     """Decode all questions with the drafter and compare with the plain answers.
 
-    Raises RunError if the drafter is another target's, ConfigError if it was trained on shorter blocks.
+    Raises RunError if the drafter is of other sizes, ConfigError if it was trained on shorter blocks.
     """
-    check_fits(target, drafter)
+    check_fits(drafter, target.config, target.fingerprint)
     block_size = resolve_block_size(drafter, settings)
     limits = Limits(settings.max_new_tokens, stop_tokens(target))
 
@@ -114,21 +115,6 @@ def evaluate(
         temperature=settings.temperature,
         batch_size=settings.batch_size,
     )
-
-
-def check_fits(target: Target, drafter: Drafter) -> None:
-    """Raise RunError unless the drafter has the target's hidden size, layers and vocabulary."""
-    shape, config = drafter.shape, target.config
-    figures = {
-        "hidden size": (shape.hidden_size, config.hidden_size),
-        "layers": (shape.target_num_layers, config.num_hidden_layers),
-        "vocabulary": (shape.vocab_size, config.vocab_size),
-    }
-    different = [f"{name} {was}, not {now}" for name, (was, now) in figures.items() if was != now]
-    if different:
-        raise RunError(
-            f"The drafter was trained for another target ({'; '.join(different)}): set target.model to its target."
-        )
 
 
 def resolve_block_size(drafter: Drafter, settings: EvalSettings) -> int:

@@ -20,6 +20,7 @@ from dflash_cache.config.dtypes import Dtype
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.rope import carried_scaling
 from dflash_cache.drafter.shape import FULL, SLIDING, DrafterShape
+from dflash_cache.drafter.trained_for import TrainedFor, parse_target
 from dflash_cache.errors import RunError
 
 DTYPES: dict[Dtype, torch.dtype] = {
@@ -28,10 +29,15 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
 }
 
+TRAINED_FOR = "trained_for"
+
 
 def export_zlab(drafter: Drafter, out: Path, dtype: Dtype) -> None:
     """Write the drafter's folder `out`; nothing may stand there. Raises RunError."""
-    write_export(drafter, zlab_config(drafter.shape, dtype), out, dtype, lambda aside: read_export(aside)[1])
+    config = zlab_config(drafter.shape, dtype)
+    if drafter.trained_for is not None:  # beside z-lab's own keys, which its readers ask for by name
+        config["dflash_config"][TRAINED_FOR] = drafter.trained_for.to_dict()
+    write_export(drafter, config, out, dtype, lambda aside: read_export(aside)[1])
 
 
 def write_export(
@@ -73,6 +79,12 @@ def read_export(folder: Path) -> tuple[DrafterShape, dict[str, Tensor]]:
         ) from None
     check_tensors(tensors, expected_tensors(shape), folder)
     return shape, tensors
+
+
+def read_trained_for(folder: Path) -> TrainedFor | None:
+    """The target that an exported drafter, as `read_export` takes it, was trained for, if that is recorded."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return parse_target(config["dflash_config"].get(TRAINED_FOR))
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], folder: Path) -> None:

@@ -23,6 +23,7 @@ from dflash_cache.drafter.norm import RMSNorm
 from dflash_cache.drafter.rope import rope_table, rotate
 from dflash_cache.drafter.shape import DrafterShape
 from dflash_cache.drafter.sight import Sight
+from dflash_cache.drafter.trained_for import TrainedFor
 
 _WHOLE = 64  # a context's ends lie on multiples of so many tokens: few shapes for kernels that are built for each
 
@@ -128,14 +129,15 @@ class DraftLayer(nn.Module):
 class Drafter(nn.Module):
     """The trainable part: no embedding and no head, both are the target's and frozen (see `frozen`).
 
-    attention: the way it is computed; recomputes: whether a layer keeps its inputs alone for the backward pass, and is
-    computed a second time there.
+    trained_for: its target, where that is recorded; attention: the way it is computed; recomputes: whether a layer
+    keeps its inputs alone for the backward pass, and is computed a second time there.
     """
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         self.attention: Way = "auto"
         self.recomputes = False
+        self.trained_for: TrainedFor | None = None
         self.shape = shape
         num_captured = len(shape.target_layer_ids)
         self.fc = nn.Linear(num_captured * shape.hidden_size, shape.hidden_size, bias=False)

@@ -10,6 +10,7 @@ refused with the difference shown.
 
 import io
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,9 +22,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dflash_cache.cache.files import explain_write_errors, write_atomically
-from dflash_cache.drafter.export import read_export
+from dflash_cache.drafter.export import read_export, read_trained_for
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import DrafterShape
+from dflash_cache.drafter.trained_for import parse_target
 from dflash_cache.errors import RunError
 from dflash_cache.train.checkpoint_folder import ParameterOf, is_folder_checkpoint, read_folder, split_fields
 
@@ -38,6 +40,7 @@ class Checkpoint:
     average: the moving average of the drafter's tensors, None without one; num_skipped: steps that were not finite,
     skipped_in_row: those since the last one that was.
     best: the mark of the best checkpoint (this one, if it is), empty before any.
+    trained_for: the drafter's target (`TrainedFor`); empty in older ones.
     """
 
     step: int
@@ -49,6 +52,7 @@ class Checkpoint:
     num_skipped: int = 0
     skipped_in_row: int = 0
     best: dict[str, Any] = field(default_factory=dict)
+    trained_for: dict[str, Any] = field(default_factory=dict)
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -124,11 +128,14 @@ def load_drafter(path: Path) -> Drafter:
         if not (path / "config.json").exists():
             raise RunError(f"There is no checkpoint in {path}: run `dflash train` first.")
         shape, tensors = read_export(path)
+        trained_for = read_trained_for(path)
     else:
         checkpoint = load_checkpoint(path)
         shape, tensors = DrafterShape.from_dict(checkpoint.shape), checkpoint.average or checkpoint.drafter
+        trained_for = parse_target(checkpoint.trained_for)
     drafter = Drafter(shape)
     drafter.load_state_dict(tensors)
+    drafter.trained_for = trained_for
     return drafter.eval()
 
 
@@ -144,7 +151,7 @@ def best_path(run_dir: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def best_score(run_dir: Path, up_to_step: int) -> float:
+def best_score(run_dir: Path, up_to_step: float = math.inf) -> float:
     """Validation's acceptance estimate of the best checkpoint; −inf without one, or if it is past `up_to_step`."""
     best = _read_best(run_dir)
     return float(best["acceptance_estimate"]) if best and best["step"] <= up_to_step else float("-inf")

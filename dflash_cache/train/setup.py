@@ -37,6 +37,7 @@ from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.drafter.start import start_drafter
 from dflash_cache.drafter.teacher import load_teacher
+from dflash_cache.drafter.trained_for import target_of_cache
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import CacheError, RunError
 from dflash_cache.train.average import start_average
@@ -137,6 +138,7 @@ class TrainingRun:
             shape=self.drafter.shape.to_dict(),
             num_skipped=self.num_skipped,
             skipped_in_row=self.skipped_in_row,
+            trained_for=target_of_cache(self.reader.manifest).to_dict(),
         )
 
     def parameter_of(self, name: str) -> Tensor | None:

@@ -1,16 +1,19 @@
 """A sweep's table: its runs by the best acceptance length that validation estimated."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 
 from dflash_cache.cache.files import write_table
 from dflash_cache.config.sweep import Sweep, SweepRun
+from dflash_cache.train.metrics import Record
 from dflash_cache.train.processes import Outcome
 
 RANKED_BY = "acceptance_estimate"
+_END_BYTES = 1 << 17  # of a log: some dozens of records
 
 
 def tabulate(sweep: Sweep, outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
@@ -29,6 +32,21 @@ def write_sweep_table(sweep: Sweep, rows: list[dict[str, Any]]) -> Path:
     texts = [{key: str(value) if key in changed else value for key, value in row.items()} for row in rows]
     write_table(path, pa.Table.from_pylist(texts))
     return path
+
+
+def read_last_step(run_dir: Path) -> Record | None:
+    """The record of the last step that a run has logged, if it has; reads the end of the log alone."""
+    path = run_dir / "log.jsonl"
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        lines = file.read().split(b"\n")
+    for line in reversed(lines):
+        with suppress(ValueError):  # a kill may have cut the last one, and the seek the first
+            if (record := json.loads(line))["kind"] == "train":
+                return cast(Record, record)
+    return None
 
 
 def _row(run: SweepRun, outcome: Outcome) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 """Progress in a log file, by a clock that is told what time it is."""
 
+import io
+
 import pytest
+from cli.test_train_lines import screen_of
+from rich.console import Console
 
 from dflash_cli import console
-from dflash_cli.console import WorkProgress
+from dflash_cli.console import LiveLine, WorkProgress
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,18 @@ def test_a_rate_below_one_is_no_zero_and_without_one_no_time_is_left(capsys, mon
         progress.update(0)
         progress.update(done)
     assert capsys.readouterr().out == line
+
+
+def test_a_live_line_is_cut_at_the_terminals_width_and_gone_at_the_end() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=9)
+    line = LiveLine(terminal)
+    line.stop()  # before its first text, too
+    for text in ("first", "a line of text"):
+        line.show(text)
+    line._live.refresh()
+    assert screen_of(terminal.file.getvalue()) == ["a line o…"]
+    line.stop()
+    assert screen_of(terminal.file.getvalue()) == []
 
 
 def test_the_end_is_told_once(capsys) -> None:

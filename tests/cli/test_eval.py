@@ -36,8 +36,12 @@ def test_eval_tabulates_categories_and_takes_options_for_settings(dflash, traine
     words = " ".join(ElementTree.parse(picture).getroot().itertext())
     assert "acceptance length" in words
     assert all(f"{name} (" in words for name in CATEGORIES)
+    assert outcome.out.endswith(f"\nThe picture is in {picture}.\n")
 
     plain = json.loads(dflash("eval", trained, "--json").out)
+    drawn_too = dflash("eval", trained, "--json", "--plot", picture)
+    assert json.loads(drawn_too.out)["histogram"] == plain["histogram"]
+    assert drawn_too.err == f"The picture is in {picture}.\n"
     of_the_run = json.loads(dflash("eval", trained, "--json", "--checkpoint", trained.parent / "run").out)
     assert of_the_run["histogram"] == plain["histogram"]
     assert {name: one["num_prompts"] for name, one in plain["categories"].items()} == CATEGORIES

@@ -60,7 +60,7 @@ def test_a_png_and_a_page_that_needs_nothing_else_are_drawn(dflash, cache, tmp_p
     picture, page = tmp_path / "report.png", tmp_path / "pages" / "report.html"
     for path in (picture, page):
         outcome = dflash("inspect-buckets", cache, "--plot", path, "--json", *OPTIONS)
-        assert outcome.code == 0, outcome.err
+        assert (outcome.code, outcome.err) == (0, f"The picture is in {path}.\n")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     text = page.read_text()
     assert text.startswith("<!doctype html>")

@@ -1,11 +1,31 @@
 """`dflash sweep` from its file to its table."""
 
+import io
+from typing import ClassVar
+
 import pyarrow.parquet as pq
 import yaml
 from cli.test_errors import check
+from rich.console import Console
+
+from dflash_cli import sweep
+from dflash_cli.sweep_lines import SweepStatus
 
 
-def test_a_sweep_trains_each_run_and_ends_in_a_ranked_table(dflash, project, tmp_path) -> None:
+class Watched(SweepStatus):
+    """On a terminal; keeps what the live line says after each record."""
+
+    lines: ClassVar[list[str]] = []
+
+    def __init__(self, groups) -> None:
+        super().__init__(groups, Console(file=io.StringIO(), force_terminal=True))
+
+    def add(self, name, record) -> None:
+        super().add(name, record)
+        self.lines.append(self._describe(name))
+
+
+def test_a_sweep_trains_each_run_and_ends_in_a_ranked_table(dflash, project, tmp_path, monkeypatch) -> None:
     assert dflash("generate", project).code == 0
     tree = {
         "base": project.name,
@@ -22,11 +42,22 @@ def test_a_sweep_trains_each_run_and_ends_in_a_ranked_table(dflash, project, tmp
     assert [(words[0], words[-1]) for words in lines] == [
         (row["objective.weights"], f"~{row['acceptance_estimate']:.3f}") for row in rows
     ]
-    again = dflash("sweep", tmp_path / "sweep.yaml")
+    check(
+        dflash("sweep", tmp_path / "sweep.yaml", "--set", "objective.weights=dpace"),
+        "--set changes objective.weights, which the sweep",
+    )
+    again = dflash("sweep", tmp_path / "sweep.yaml", "--set", "train.log_every=1")
     assert again.code == 0
     assert "validation" in shown.out
     assert "validation" not in again.out  # all was done already
     assert pq.read_table(tmp_path / "sweep" / "table.parquet").to_pylist() == rows
+
+    tree["grid"]["objective.weights"].append("dpace")
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
+    monkeypatch.setattr(sweep, "SweepStatus", Watched)
+    assert dflash("sweep", tmp_path / "sweep.yaml").code == 0
+    assert Watched.lines[0].startswith("2 of 3 runs done  step 1/")
+    assert Watched.lines[0].endswith(f"best ~{rows[0]['acceptance_estimate']:.3f} {rows[0]['name']}")
 
 
 def test_a_sweep_of_a_cache_that_is_not_there(dflash, project, tmp_path) -> None:

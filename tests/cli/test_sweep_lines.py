@@ -1,6 +1,7 @@
 """The live line of a sweep, against figures counted by hand."""
 
 import io
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_terminal_has_each_validation_and_below_it_one_line_of_the_whole_sweep
 
         def show(name: str, record: dict) -> list[str]:
             shown[name](record)
-            status._live.refresh()
+            status._line._live.refresh()
             return screen_of(terminal.file.getvalue())
 
         assert show("a", train_record(1, 6.0)) == ["0 of 3 runs done  step 1/4  loss 6.000"]
@@ -55,6 +56,26 @@ def test_a_terminal_has_each_validation_and_below_it_one_line_of_the_whole_sweep
         clock.now += 4  # 8 steps in 16 s, 3 left
         assert show("c", train_record(1, 3.0))[-1] == "2 of 3 runs done  step 1/4  0:06 left  loss 3.000  best ~1.250 a"
     assert screen_of(terminal.file.getvalue()) == [validated, "b  validation at step 4: loss 2.500, acceptance ~1.125"]
+
+
+def test_a_sweep_that_goes_on_counts_what_earlier_sessions_did(clock) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100, highlight=False, markup=False)
+    a, b, c, d, e = map(make_run, "abcde")
+    with SweepStatus([[a, b, c], [d, e]], terminal, lambda: clock.now) as status:
+        status.recall("a", train_record(4, 2.0), 1.5)  # complete
+        status.recall("b", train_record(2, 2.25), 1.75)
+        status.recall("c", None, -math.inf)
+        status.recall("d", train_record(4, 2.5), 1.25)  # complete
+        status.recall("e", train_record(1, 4.0), -math.inf)
+        status.add("b", validation_record(2, 1.625))
+        for name, step in (("b", 3), ("c", 1)):
+            status.add(name, train_record(step, 3.0))
+            clock.now += 2
+        status.add("b", train_record(4, 3.0))  # 2 s a step; left: 3 of c, 3 of e
+        status._line._live.refresh()
+        assert screen_of(terminal.file.getvalue()) == [
+            "3 of 5 runs done  step 4/4  0:12 left  loss 3.000  best ~1.750 b"
+        ]
 
 
 def test_a_file_has_plain_lines_every_few_steps() -> None:

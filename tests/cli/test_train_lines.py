@@ -90,7 +90,7 @@ def test_a_terminal_has_a_row_every_few_steps_and_below_it_one_line_of_the_last_
     with TrainConsole(log_every=2, shown_on=terminal) as shown:
         for step in (1, 2, 3, 4):
             shown(record(step))
-            shown._live.refresh()
+            shown._line._live.refresh()
             done = f"step {step}/4  1:15 left  loss 3.250  acceptance ~1.61"
             status = f"{done}  12.3 k tokens/s  wait 50 %  lr 6.0e-04  1.5 GB"
             table = [head, *rows[: step // 2]] if step > 1 else []

@@ -14,6 +14,7 @@ from dflash_cache.drafter.export import expected_tensors, export_zlab, read_expo
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.drafter.start import start_drafter
+from dflash_cache.drafter.trained_for import TrainedFor
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.target.capture import capture_states
 from dflash_cache.target.load import Target, load_target
@@ -33,6 +34,7 @@ def make_drafter(target: Target, folder: Path, **settings: object) -> Drafter:
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    drafter.trained_for = TrainedFor(str(folder), None, target.fingerprint, "")  # must not disturb other readers
     return drafter.eval()
 
 

@@ -1,5 +1,6 @@
 """Many drafters over one cache: each ends with the bits that it has alone, however the sweep was run."""
 
+import json
 import os
 import signal
 import threading
@@ -25,7 +26,7 @@ from dflash_cache.train.loop import train
 from dflash_cache.train.metrics import JsonLines
 from dflash_cache.train.processes import Outcome
 from dflash_cache.train.sweep import group_runs, run_sweep
-from dflash_cache.train.sweep_table import tabulate, write_sweep_table
+from dflash_cache.train.sweep_table import read_last_step, tabulate, write_sweep_table
 
 GRID = {"train.learning_rate": [1e-3, 3e-3], "objective.weights": ["decay", "dpace"]}
 
@@ -177,6 +178,18 @@ def test_the_table_ranks_by_the_best_validation(make_sweep, tmp_path) -> None:
     ]
 
 
+def test_the_last_step_is_found_at_the_end_of_a_log_that_a_kill_may_have_cut(tmp_path) -> None:
+    assert read_last_step(tmp_path) is None
+    steps = [{"kind": "train", "step": step, "filling": "x" * 5000} for step in range(1, 60)]
+    records = [*steps, {"kind": "validation", "step": 59}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read_last_step(tmp_path) == steps[-1]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records)[:-7000])
+    assert read_last_step(tmp_path) == steps[-3]
+    (tmp_path / "log.jsonl").write_text("")
+    assert read_last_step(tmp_path) is None
+
+
 def test_runs_of_other_seeds_read_another_order_and_share_nothing(make_sweep) -> None:
     grid = {"train.seed": [0, 1], "drafter.num_layers": [1, 2]}
     groups = [[run.name for run in group] for group in group_runs(make_sweep("seeds", mode="together", grid=grid))]
@@ -193,6 +206,37 @@ def test_a_damaged_cache_stops_the_sweep_with_its_sentence(make_sweep, tmp_path,
     monkeypatch.setattr(CacheReader, "read_batch", damaged)
     with pytest.raises(CacheError, match="Sample 3"):
         run_sweep(make_sweep("damaged", mode="together"), log_only)
+
+
+def test_an_override_changes_the_base_of_all_runs_and_nothing_that_the_sweep_sets(make_sweep, tmp_path) -> None:
+    made = make_sweep("overridden", runs=[{"train.seed": 1}])
+    path = tmp_path / "overridden.yaml"
+    plain, changed = (load_sweep(path, given) for given in ([], ["train.epochs=7", "wandb={project: mine}"]))
+    assert plain == made
+    for one, other in zip(plain.runs, changed.runs, strict=True):
+        assert (other.name, other.changes) == (one.name, one.changes)
+        assert (other.config.train.epochs, other.config.wandb.project) == (7, "mine")
+        train = one.config.train.model_copy(update={"epochs": 7})
+        wandb = one.config.wandb.model_copy(update={"project": "mine"})
+        assert other.config == one.config.model_copy(update={"train": train, "wandb": wandb})
+    for override, key in {
+        "train.learning_rate=1": "train.learning_rate",
+        "objective={weights: decay, gamma: 2}": "objective.weights",
+        "train.seed=2": "train.seed",
+        "run_dir=x": "run_dir",
+        "wandb.name=x": "wandb.name",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_sweep(path, ["train.epochs=7", override])
+        assert str(caught.value) == f"--set changes {key}, which the sweep {path} sets for its runs: leave it out."
+    assert load_sweep(path, ["objective={gamma: 2}"]).runs[0].config.objective.weights == "decay"
+    with pytest.raises(ConfigError, match=r"there is no setting train\.epoch; did you mean train\.epochs\?"):
+        load_sweep(path, ["train.epoch=7"])
+    with pytest.raises(ConfigError, match=r"wandb: must be a section with keys of its own"):
+        load_sweep(path, ["wandb=7"])
+    make_sweep("whole", grid={"objective": [{"weights": "decay"}]})
+    with pytest.raises(ConfigError, match=r"--set changes objective, which"):
+        load_sweep(tmp_path / "whole.yaml", ["objective.gamma=2"])
 
 
 @pytest.mark.parametrize(
