@@ -284,12 +284,22 @@ def test_an_unfinished_or_foreign_deepspec_cache_is_refused(
     check(dflash(*command), "version 2 (version is 3)")
     (dump / "manifest.json").write_text(text.replace("[\n    0,\n", "[\n    -1,\n"))
     check(dflash(*command), "holds the embedding's output")
+    for found, wrong, said in (
+        ('"hidden_size": 32', '"hidden_size": null', "wrong entries (hidden_size: Input should be a valid integer)"),
+        ("[\n    0,\n", '[\n    "0",\n', "wrong entries (target_layer_ids.0: Input should be a valid integer)"),
+        ('"shard_id": 0', '"shard": 0', "wrong entries (shards.0.shard_id: Field required)"),
+        (text, "null", "does not hold a JSON object"),
+    ):
+        (dump / "manifest.json").write_text(text.replace(found, wrong))
+        check(dflash(*command), said)
     (dump / "manifest.json").unlink()
     check(dflash(*command), "There is no manifest.json in", "writes it last")
     (dump / "manifest.json").write_text(text)
     index = (dump / "samples.idx").read_bytes()
     (dump / "samples.idx").write_bytes(index[:-56])
     check(dflash(*command), "does not list the 24 samples of the manifest in order")
+    (dump / "samples.idx").write_bytes(index[:16] + b"\xff" * 8 + index[24:])
+    check(dflash(*command), "a shard that is missing or ends too early, first samples.idx:0, shard 0")
     (dump / "samples.idx").write_bytes(index)
     shard = dump / "shard-00001.bin"
     shard.write_bytes(shard.read_bytes()[:-2000])
