@@ -39,8 +39,10 @@ from dflash_cache.cache.index import consolidate
 from dflash_cache.cache.layout import (
     Manifest,
     difference,
+    is_remote,
     jobs_path,
     manifest_path,
+    place_of,
     read_manifest,
     samples_dir,
     write_manifest,
@@ -66,6 +68,11 @@ def adopt(config: Config, source: Source, observer: AdoptObserver) -> Manifest:
 
     Raises ConfigError, TargetError, DataError or CacheError, each in one sentence.
     """
+    if is_remote(config.cache_dir):
+        raise ConfigError(
+            f"dflash import fills a folder, and {place_of(config.cache_dir)} is none: import into a folder, then copy "
+            "its files there."
+        )
     cache_dir = Path(config.cache_dir)
     if cache_dir.resolve() == source.folder.resolve():
         raise ConfigError(f"The cache would lie in the dump itself, at {cache_dir}: name another folder for the cache.")

@@ -210,6 +210,7 @@ def test_layers_that_nobody_names_or_that_cannot_be_right_are_refused(
     check(dflash(*command[:-2]), "No target is named: give --target")
     check(dflash("import", tmp_path / "deepspec", tmp_path / "deepspec", *command[3:]), "in the dump itself")
     check(dflash("import", tmp_path / "nowhere", *command[2:]), "There is no folder")
+    check(dflash(*command[:2], "s3://key:secret@bucket/cache", *command[3:]), "fills a folder, and s3://bucket/cache")
 
 
 def test_the_last_layer_that_speculators_adds_is_cached_only_if_it_is_asked_for(
