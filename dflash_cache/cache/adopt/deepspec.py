@@ -136,7 +136,9 @@ def _read_manifest(folder: Path) -> _Manifest:
         return _Manifest.model_validate(manifest)
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()]
-        raise DataError(f"The manifest {path} has wrong entries ({'; '.join(wrong)}): restore it from a copy.") from None
+        raise DataError(
+            f"The manifest {path} has wrong entries ({'; '.join(wrong)}): restore it from a copy."
+        ) from None
 
 
 def _read_index(folder: Path, num_samples: int) -> np.ndarray:
