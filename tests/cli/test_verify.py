@@ -128,6 +128,17 @@ def test_a_lost_and_a_cut_shard_cost_their_samples_and_repair_brings_them_back(d
     assert equal(read_all(cache), expected)
 
 
+def test_a_shard_that_is_a_link_to_nowhere_is_missing(dflash, project, cache) -> None:
+    lost = max(open_index(cache)["shard"].to_pylist())
+    (cache / lost).unlink()
+    (cache / lost).symlink_to(cache / "a disk that is not mounted")
+    shown = dflash("verify", cache, "--full", "--repair")
+    assert shown.code == 2
+    assert "the shard is missing" in shown.out
+    assert dflash("generate", project).code == 0
+    assert dflash("verify", cache, "--full").code == 0
+
+
 def test_a_damaged_index_is_set_aside_and_made_anew(dflash, project, cache) -> None:
     path = cache / "index" / "index.parquet"
     path.write_bytes(path.read_bytes()[:-9])
