@@ -7,6 +7,7 @@ goes on with the shards that have no rows. Samples whose states turn out bad onl
 numbers of the others stay as they were planned.
 """
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,8 +232,8 @@ def copy_rest(cache_dir: Path, dump: Dump, plan: CopyPlan, bad: BadSamples, obse
     )
     if needed > free:
         raise CacheError(
-            f"The cache needs {needed / 1e9:,.1f} GB more and {cache_dir} has {free / 1e9:,.1f} GB free: make room, or "
-            "name another folder for the cache."
+            f"The cache needs {math.ceil(needed / 1e6):,} MB more and {cache_dir} has {free // 10**6:,} MB free: make "
+            "room, or name another folder for the cache."
         )
     done = total - missing
     observer.copying(done, total)
