@@ -218,7 +218,7 @@ def _damaged(path: Path, what: str) -> CacheError:
 
 
 def _show(value: object) -> str:
-    return "none" if value is None else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "none" if value is None or value == () else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def bucket_of_shard(name: str) -> int:

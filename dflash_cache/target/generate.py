@@ -227,7 +227,8 @@ def claim(run: Run, prepared: Preparation, observer: Observer) -> Preparation:
     if different:
         raise CacheError(
             f"The cache at {cache_dir} was made with another configuration ({'; '.join(different)}): set cache_dir "
-            "to another folder, take the configuration back, or add new conversations alone with --append."
+            f"to another folder{'' if run.append else ', take the configuration back,'} or "
+            f"{'take the configuration back' if run.append else 'add new conversations alone with --append'}."
         )
     remove_leftovers(cache_dir)
     if num_orphans := remove_orphans(cache_dir):
