@@ -150,6 +150,17 @@ def test_a_damaged_index_is_set_aside_and_made_anew(dflash, project, cache) -> N
     assert dflash("verify", cache, "--full").code == 0
 
 
+def test_a_report_of_the_records_with_another_number_in_it_is_written_anew(dflash, project, cache) -> None:
+    path = cache / "data_report.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"60", b"61", 1))
+    shown = dflash("verify", cache, "--full", "--repair")
+    assert (shown.code, "data_report.json: its bytes are not those" in shown.out) == (2, True)
+    assert dflash("generate", project).code == 0
+    assert dflash("verify", cache, "--full").code == 0
+    assert path.read_bytes() == whole
+
+
 @pytest.mark.parametrize("name", ["samples/samples.parquet", "jobs.parquet"])
 @pytest.mark.parametrize("damage", ["lost", "cut"])
 def test_tables_that_follow_from_the_data_are_written_anew(dflash, project, cache, name, damage) -> None:
@@ -160,7 +171,7 @@ def test_tables_that_follow_from_the_data_are_written_anew(dflash, project, cach
         path.write_bytes(path.read_bytes()[:-30])
     shown = dflash("verify", cache, "--repair")
     assert shown.code == 2
-    assert ("it is missing" if damage == "lost" else f"{name}: it is damaged") in shown.out
+    assert ("it is missing: `dflash generate` writes it anew." if damage == "lost" else f"{name}: it is damaged") in shown.out
     assert not path.exists()
     assert dflash("generate", project).code == 0
     assert dflash("verify", cache, "--full").code == 0
