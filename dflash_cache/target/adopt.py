@@ -38,6 +38,7 @@ from dflash_cache.cache.adopt.vllm import VllmDump
 from dflash_cache.cache.files import remove_leftovers, write_table
 from dflash_cache.cache.index import consolidate
 from dflash_cache.cache.layout import (
+    DUMPED,
     Manifest,
     difference,
     is_remote,
@@ -171,7 +172,7 @@ def make_manifest(
         target_fingerprint=files.fingerprint(),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         template_fingerprint="",
-        mask_rule=f"dumped by {source.format}",
+        mask_rule=f"{DUMPED} {source.format}",
         layer_ids=layer_ids,
         target_num_layers=target.num_hidden_layers,
         hidden_size=target.hidden_size,

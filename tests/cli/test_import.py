@@ -307,6 +307,17 @@ def test_an_unfinished_or_foreign_deepspec_cache_is_refused(
     check(dflash(*command), "a shard that is missing or ends too early, first samples.idx:17, shard 1")
 
 
+def test_a_damaged_import_is_repaired_by_the_same_import_and_verify_says_so(dflash, modelopt, tmp_path: Path) -> None:
+    assert modelopt().code == 0
+    assert "imported" not in dflash("verify", tmp_path / "cache", "--full").out
+    whole = read_files(tmp_path / "cache")
+    (tmp_path / "cache" / "bucket-1" / "shard-000000.safetensors").write_bytes(b"")
+    shown = dflash("verify", tmp_path / "cache", "--repair").out
+    assert "the cache was imported: where `dflash generate` is named, the same `dflash import` does it." in shown
+    assert modelopt().code == 0
+    assert read_files(tmp_path / "cache") == whole
+
+
 def test_a_cache_of_another_origin_is_refused_with_the_difference(
     dflash, project: Path, modelopt, captured: list[Captured], tmp_path: Path
 ) -> None:

@@ -171,7 +171,9 @@ def test_tables_that_follow_from_the_data_are_written_anew(dflash, project, cach
         path.write_bytes(path.read_bytes()[:-30])
     shown = dflash("verify", cache, "--repair")
     assert shown.code == 2
-    assert ("it is missing: `dflash generate` writes it anew." if damage == "lost" else f"{name}: it is damaged") in shown.out
+    assert (
+        "it is missing: `dflash generate` writes it anew." if damage == "lost" else f"{name}: it is damaged"
+    ) in shown.out
     assert not path.exists()
     assert dflash("generate", project).code == 0
     assert dflash("verify", cache, "--full").code == 0
