@@ -57,7 +57,7 @@ def register(app: typer.Typer) -> None:
     @app.command("import", help=_HELP)
     def import_dump(
         source: Annotated[Path, typer.Argument(help="The folder of the dump.")],
-        cache: Annotated[Path, typer.Argument(help="The folder of the cache to fill.")],
+        cache: Annotated[str, typer.Argument(help="The folder of the cache to fill.")],
         format: Annotated[Format, typer.Option("--format", help="The tool that made the dump.")],
         target: Annotated[str | None, typer.Option(help="The target: a folder, or a name on the Hub.")] = None,
         revision: Annotated[str | None, typer.Option(help="The target's revision on the Hub.")] = None,
@@ -82,7 +82,7 @@ def register(app: typer.Typer) -> None:
         strict: Strict = False,
     ) -> None:
         changes = {
-            "cache_dir": str(cache),
+            "cache_dir": cache,
             "target.model": target,
             "target.revision": revision,
             "data.max_length": max_length,

@@ -24,6 +24,7 @@ from dflash_cache.errors import CacheError
 
 FORMAT_VERSION = 1
 LAYER_CONVENTION = "output of decoder layer k, counted from 0, before any final norm"
+DUMPED = "dumped by"  # begins the mask rule of a cache that was imported
 
 _INFORMATION = {"tool_version", "settings"}  # kept to be read by people; they do not decide what the bits are
 
@@ -218,7 +219,13 @@ def _damaged(path: Path, what: str) -> CacheError:
 
 
 def _show(value: object) -> str:
-    return "none" if value is None else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return (
+        "none"
+        if value is None or value == ()
+        else ", ".join(map(str, value))
+        if isinstance(value, tuple)
+        else str(value)
+    )
 
 
 def bucket_of_shard(name: str) -> int:

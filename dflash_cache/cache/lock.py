@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dflash_cache.cache.files import explain_write_errors, make_folder
@@ -63,6 +63,7 @@ def _lock(descriptor: int, held: str, error: type[DFlashError], path: Path, dead
                 holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
                 raise error(f"{held}{f' ({holder})' if holder else ''}: wait until it has ended, or stop it.") from None
             time.sleep(_POLL_SECONDS)
-    os.ftruncate(descriptor, 0)  # whoever is refused reads who holds it
-    os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode()[:64], 0)
+    with suppress(OSError):  # whoever is refused reads who holds it; on a full disk it is locked without
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode()[:64], 0)
     return True

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from dflash_cache.cache.files import explain_write_errors, flush_folder
 from dflash_cache.cache.index import jobs_of, remove_jobs
-from dflash_cache.cache.layout import is_remote
+from dflash_cache.cache.layout import data_report_path, is_remote
 from dflash_cache.cache.lock import lock_cache
 from dflash_cache.cache.marker import WriterMarker
 from dflash_cache.cache.remote import copy_tables
@@ -40,7 +40,7 @@ def repair(cache: Path | str, report: Report, noted: Callable[[str], None] = lam
 def _repair_folder(cache_dir: Path, report: Report) -> int:
     for place in {finding.place for finding in report.findings}:
         path = cache_dir / place
-        if path.suffix == ".parquet" and path.exists():
+        if (path.suffix == ".parquet" or path == data_report_path(cache_dir)) and path.exists():
             with explain_write_errors(path):
                 path.replace(path.with_name(path.name + _SET_ASIDE))
                 flush_folder(path.parent)

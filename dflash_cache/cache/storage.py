@@ -115,9 +115,9 @@ class OpenShards:
                 self._evict()
 
     def list_sizes(self) -> dict[str, int]:
-        """Bytes by name of all shards that lie there."""
+        """Bytes by name of all shards that lie there; a link to a disk that is gone is itself what lies there."""
         paths = self.tables_dir.glob("bucket-*/shard-*.safetensors")
-        return {path.relative_to(self.tables_dir).as_posix(): path.stat().st_size for path in paths}
+        return {path.relative_to(self.tables_dir).as_posix(): _count_bytes(path) for path in paths}
 
     def close(self) -> None:
         """Close what is idle now, and the rest when it is given back."""
@@ -188,3 +188,11 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, num_bytes: int 
         if count == 0:
             raise DamageError("the shard ends too early")
         done += count
+
+
+def _count_bytes(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    with suppress(FileNotFoundError):  # a writer may have removed it meanwhile
+        return path.lstat().st_size
+    return 0

@@ -19,6 +19,7 @@ from dflash_cache.errors import CacheError
 
 NO_SAMPLES = np.zeros(0, np.int64)
 _ANEW = "`dflash verify --repair` sets it aside, and `dflash generate` writes it anew"
+_MISSING = "it is missing: `dflash generate` writes it anew"
 _COMPARED = ("length", "loss_tokens", "bucket")
 
 
@@ -102,7 +103,7 @@ def _check_samples(cache_dir: Path, manifest: Manifest, rows: pa.Table) -> list[
         except (pa.ArrowException, OSError, KeyError) as error:
             findings.append(_unreadable(str(path.relative_to(cache_dir)), error))
     if findings or not tables:
-        return findings or [Finding(folder.name, f"it is missing: {_ANEW}")]
+        return findings or [Finding(folder.name, _MISSING)]
     table = pa.concat_tables(tables)
     if not np.array_equal(table["sample"].to_numpy(), np.arange(manifest.num_samples)):
         reason = f"it holds other samples than the {manifest.num_samples:,} that the manifest speaks of"
@@ -120,7 +121,7 @@ def _check_jobs(cache_dir: Path, manifest: Manifest) -> list[Finding]:
     try:
         listed = pc.list_flatten(read_sealed_table(jobs_path(cache_dir))["samples"]).to_numpy()
     except FileNotFoundError:
-        return [Finding(place, f"it is missing: {_ANEW}")]
+        return [Finding(place, _MISSING)]
     except (pa.ArrowException, OSError, KeyError) as error:
         return [_unreadable(place, error)]
     if not np.array_equal(np.sort(listed), np.arange(manifest.num_samples)):

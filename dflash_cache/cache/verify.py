@@ -19,7 +19,7 @@ import torch
 from dflash_cache.cache.buffers import BufferPool
 from dflash_cache.cache.codec import as_bytes
 from dflash_cache.cache.index import IndexColumns, split_columns
-from dflash_cache.cache.layout import Manifest, bucket_of_shard, is_remote, manifest_path, read_manifest
+from dflash_cache.cache.layout import DUMPED, Manifest, bucket_of_shard, is_remote, manifest_path, read_manifest
 from dflash_cache.cache.reader import check_layout
 from dflash_cache.cache.remote import RemoteShard, RemoteShards
 from dflash_cache.cache.seal import check_file
@@ -97,7 +97,7 @@ def _verify(shards: Shards, full: bool, threads: int, progress: Progress) -> Rep
                 progress(done, total)
     return Report(
         findings=findings,
-        notes=_list_leftovers(shards, columns),
+        notes=_list_leftovers(shards, columns) + _tell_import(manifest, findings),
         num_samples=manifest.num_samples,
         num_listed=rows.num_rows,
         num_shards=len(columns.shard_names),
@@ -222,6 +222,13 @@ def _list_leftovers(shards: Shards, columns: IndexColumns) -> list[str]:
         return []
     first, size = f"{shards.place}/{next(iter(left))}", sum(left.values())
     return [f"{len(left):,} shards ({size:,} bytes) have no index rows and may be deleted, the first is {first}."]
+
+
+def _tell_import(manifest: Manifest, findings: list[Finding]) -> list[str]:
+    """`generate` refuses a cache that it did not make, so it is no help to one."""
+    if not findings or not manifest.mask_rule.startswith(DUMPED):
+        return []
+    return ["the cache was imported: where `dflash generate` is named, the same `dflash import` does it."]
 
 
 def _explain(error: Exception) -> str:

@@ -7,6 +7,7 @@ goes on with the shards that have no rows. Samples whose states turn out bad onl
 numbers of the others stay as they were planned.
 """
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,10 +38,13 @@ from dflash_cache.cache.adopt.vllm import VllmDump
 from dflash_cache.cache.files import remove_leftovers, write_table
 from dflash_cache.cache.index import consolidate
 from dflash_cache.cache.layout import (
+    DUMPED,
     Manifest,
     difference,
+    is_remote,
     jobs_path,
     manifest_path,
+    place_of,
     read_manifest,
     samples_dir,
     write_manifest,
@@ -66,6 +70,11 @@ def adopt(config: Config, source: Source, observer: AdoptObserver) -> Manifest:
 
     Raises ConfigError, TargetError, DataError or CacheError, each in one sentence.
     """
+    if is_remote(config.cache_dir):
+        raise ConfigError(
+            f"dflash import fills a folder, and {place_of(config.cache_dir)} is none: import into a folder, then copy "
+            "its files there."
+        )
     cache_dir = Path(config.cache_dir)
     if cache_dir.resolve() == source.folder.resolve():
         raise ConfigError(f"The cache would lie in the dump itself, at {cache_dir}: name another folder for the cache.")
@@ -163,7 +172,7 @@ def make_manifest(
         target_fingerprint=files.fingerprint(),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         template_fingerprint="",
-        mask_rule=f"dumped by {source.format}",
+        mask_rule=f"{DUMPED} {source.format}",
         layer_ids=layer_ids,
         target_num_layers=target.num_hidden_layers,
         hidden_size=target.hidden_size,
@@ -224,8 +233,8 @@ def copy_rest(cache_dir: Path, dump: Dump, plan: CopyPlan, bad: BadSamples, obse
     )
     if needed > free:
         raise CacheError(
-            f"The cache needs {needed / 1e9:,.1f} GB more and {cache_dir} has {free / 1e9:,.1f} GB free: make room, or "
-            "name another folder for the cache."
+            f"The cache needs {math.ceil(needed / 1e6):,} MB more and {cache_dir} has {free // 10**6:,} MB free: make "
+            "room, or name another folder for the cache."
         )
     done = total - missing
     observer.copying(done, total)

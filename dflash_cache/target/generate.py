@@ -7,6 +7,7 @@ whole, so a run stopped at any instant goes on with the samples that have no row
 is forwarded whole and gives the same bits; only what is missing is written.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ from dflash_cache.cache.writer import next_shard_numbers, remove_orphans
 from dflash_cache.config.settings import Config
 from dflash_cache.errors import CacheError, DFlashError, TargetError
 from dflash_cache.target.answers import AnswersTold, answer_batches, deal_batches
-from dflash_cache.target.append import belongs, differences_but_data, join_parts
+from dflash_cache.target.append import belongs, differences_but_data, join_parts, parts_of
 from dflash_cache.target.crew import (
     Crew,
     Launched,
@@ -191,12 +192,7 @@ def fill(run: Run, observer: Observer) -> Manifest:
     missing = missing_samples(cache_dir, len(preparation.bucket_N))
     estimate = estimate_size(run, preparation, missing, workers.number)
     observer.estimated(estimate)
-    if estimate.disk_bytes > estimate.free_bytes:
-        raise CacheError(
-            f"The cache needs {estimate.disk_bytes / 1e9:,.1f} GB more and {cache_dir} has "
-            f"{estimate.free_bytes / 1e9:,.1f} GB free: make room, name another cache_dir, or cache fewer "
-            "conversations or layers (data, target.num_layers)."
-        )
+    check_room(cache_dir, estimate.disk_bytes)
     dealer = begin_deal(workers.store, run.config, preparation, missing)
     putting = run.staging.putting(dealer.pause, dealer.stop) if run.staging is not None else nullcontext()
     with tell_what_is_safe(cache_dir, preparation), putting:
@@ -231,22 +227,41 @@ def claim(run: Run, prepared: Preparation, observer: Observer) -> Preparation:
     if different:
         raise CacheError(
             f"The cache at {cache_dir} was made with another configuration ({'; '.join(different)}): set cache_dir "
-            "to another folder, take the configuration back, or add new conversations alone with --append."
+            f"to another folder{'' if run.append else ', take the configuration back,'} or "
+            f"{'take the configuration back' if run.append else 'add new conversations alone with --append'}."
         )
     remove_leftovers(cache_dir)
     if num_orphans := remove_orphans(cache_dir):
         observer.noted(f"Removed {num_orphans} shards that a stopped run had not announced yet.")
     if joins:
+        if run.staging is None and prepared.manifest.data_fingerprint not in parts_of(was):
+            check_room(cache_dir, int(prepared.lengths.sum()) * stored_token_bytes(was))  # while the cache is complete
         return join_parts(run.config, was, prepared)
     write_preparation(cache_dir, prepared)
     return prepared
+
+
+def stored_token_bytes(manifest: Manifest) -> int:
+    """Bytes of a token in a shard."""
+    return manifest.states.token_bytes + ID_BYTES + MASK_BYTES
+
+
+def check_room(cache_dir: Path, needed_bytes: int) -> None:
+    """Raise CacheError if the storage has less room."""
+    free_bytes = shutil.disk_usage(cache_dir).free
+    if needed_bytes > free_bytes:
+        raise CacheError(
+            f"The cache needs {math.ceil(needed_bytes / 1e6):,} MB more and {cache_dir} has {free_bytes // 10**6:,} MB "
+            "free: make room, name another cache_dir, or cache fewer conversations or layers (data, "
+            "target.num_layers)."
+        )
 
 
 def estimate_size(run: Run, preparation: Preparation, missing: np.ndarray, num_workers: int) -> Estimate:
     """Size of the whole cache and of what is missing, against the space free where it lies, or is made."""
     config = run.config
     manifest, lengths = preparation.manifest, preparation.lengths
-    token_bytes, remaining_tokens = manifest.states.token_bytes + ID_BYTES + MASK_BYTES, int(lengths[missing].sum())
+    token_bytes, remaining_tokens = stored_token_bytes(manifest), int(lengths[missing].sum())
     disk_bytes = remaining_tokens * token_bytes
     if run.staging is not None:  # beside the shards that wait, each worker has one open in each bucket
         open_shards = num_workers * len(manifest.bucket_bounds)

@@ -210,6 +210,7 @@ def test_layers_that_nobody_names_or_that_cannot_be_right_are_refused(
     check(dflash(*command[:-2]), "No target is named: give --target")
     check(dflash("import", tmp_path / "deepspec", tmp_path / "deepspec", *command[3:]), "in the dump itself")
     check(dflash("import", tmp_path / "nowhere", *command[2:]), "There is no folder")
+    check(dflash(*command[:2], "s3://key:secret@bucket/cache", *command[3:]), "fills a folder, and s3://bucket/cache")
 
 
 def test_the_last_layer_that_speculators_adds_is_cached_only_if_it_is_asked_for(
@@ -284,16 +285,37 @@ def test_an_unfinished_or_foreign_deepspec_cache_is_refused(
     check(dflash(*command), "version 2 (version is 3)")
     (dump / "manifest.json").write_text(text.replace("[\n    0,\n", "[\n    -1,\n"))
     check(dflash(*command), "holds the embedding's output")
+    for found, wrong, said in (
+        ('"hidden_size": 32', '"hidden_size": null', "wrong entries (hidden_size: Input should be a valid integer)"),
+        ("[\n    0,\n", '[\n    "0",\n', "wrong entries (target_layer_ids.0: Input should be a valid integer)"),
+        ('"shard_id": 0', '"shard": 0', "wrong entries (shards.0.shard_id: Field required)"),
+        (text, "null", "does not hold a JSON object"),
+    ):
+        (dump / "manifest.json").write_text(text.replace(found, wrong))
+        check(dflash(*command), said)
     (dump / "manifest.json").unlink()
     check(dflash(*command), "There is no manifest.json in", "writes it last")
     (dump / "manifest.json").write_text(text)
     index = (dump / "samples.idx").read_bytes()
     (dump / "samples.idx").write_bytes(index[:-56])
     check(dflash(*command), "does not list the 24 samples of the manifest in order")
+    (dump / "samples.idx").write_bytes(index[:16] + b"\xff" * 8 + index[24:])
+    check(dflash(*command), "a shard that is missing or ends too early, first samples.idx:0, shard 0")
     (dump / "samples.idx").write_bytes(index)
     shard = dump / "shard-00001.bin"
     shard.write_bytes(shard.read_bytes()[:-2000])
     check(dflash(*command), "a shard that is missing or ends too early, first samples.idx:17, shard 1")
+
+
+def test_a_damaged_import_is_repaired_by_the_same_import_and_verify_says_so(dflash, modelopt, tmp_path: Path) -> None:
+    assert modelopt().code == 0
+    assert "imported" not in dflash("verify", tmp_path / "cache", "--full").out
+    whole = read_files(tmp_path / "cache")
+    (tmp_path / "cache" / "bucket-1" / "shard-000000.safetensors").write_bytes(b"")
+    shown = dflash("verify", tmp_path / "cache", "--repair").out
+    assert "the cache was imported: where `dflash generate` is named, the same `dflash import` does it." in shown
+    assert modelopt().code == 0
+    assert read_files(tmp_path / "cache") == whole
 
 
 def test_a_cache_of_another_origin_is_refused_with_the_difference(

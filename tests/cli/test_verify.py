@@ -128,6 +128,17 @@ def test_a_lost_and_a_cut_shard_cost_their_samples_and_repair_brings_them_back(d
     assert equal(read_all(cache), expected)
 
 
+def test_a_shard_that_is_a_link_to_nowhere_is_missing(dflash, project, cache) -> None:
+    lost = max(open_index(cache)["shard"].to_pylist())
+    (cache / lost).unlink()
+    (cache / lost).symlink_to(cache / "a disk that is not mounted")
+    shown = dflash("verify", cache, "--full", "--repair")
+    assert shown.code == 2
+    assert "the shard is missing" in shown.out
+    assert dflash("generate", project).code == 0
+    assert dflash("verify", cache, "--full").code == 0
+
+
 def test_a_damaged_index_is_set_aside_and_made_anew(dflash, project, cache) -> None:
     path = cache / "index" / "index.parquet"
     path.write_bytes(path.read_bytes()[:-9])
@@ -137,6 +148,17 @@ def test_a_damaged_index_is_set_aside_and_made_anew(dflash, project, cache) -> N
     assert (cache / "index" / "index.parquet.damaged").exists()
     assert dflash("generate", project).code == 0
     assert dflash("verify", cache, "--full").code == 0
+
+
+def test_a_report_of_the_records_with_another_number_in_it_is_written_anew(dflash, project, cache) -> None:
+    path = cache / "data_report.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"60", b"61", 1))
+    shown = dflash("verify", cache, "--full", "--repair")
+    assert (shown.code, "data_report.json: its bytes are not those" in shown.out) == (2, True)
+    assert dflash("generate", project).code == 0
+    assert dflash("verify", cache, "--full").code == 0
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("name", ["samples/samples.parquet", "jobs.parquet"])
@@ -149,7 +171,9 @@ def test_tables_that_follow_from_the_data_are_written_anew(dflash, project, cach
         path.write_bytes(path.read_bytes()[:-30])
     shown = dflash("verify", cache, "--repair")
     assert shown.code == 2
-    assert ("it is missing" if damage == "lost" else f"{name}: it is damaged") in shown.out
+    assert (
+        "it is missing: `dflash generate` writes it anew." if damage == "lost" else f"{name}: it is damaged"
+    ) in shown.out
     assert not path.exists()
     assert dflash("generate", project).code == 0
     assert dflash("verify", cache, "--full").code == 0

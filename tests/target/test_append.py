@@ -1,7 +1,9 @@
 """A cache that grows: each part's samples once, in the buckets it began with, whoever comes back to complete it."""
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,13 @@ from dflash_cache.target.generate import generate
 from dflash_cache.target.observer import Observer
 
 Configure = Callable[..., Config]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What `shutil.disk_usage` says."""
+
+    free: int
 
 
 def with_data(config: Config, folder: Path, begin: int, end: int) -> Config:
@@ -79,10 +88,25 @@ def test_other_data_without_append_and_other_settings_with_it_are_refused(config
     with pytest.raises(CacheError, match=r"num_samples: was 40, is 20.*or add new conversations alone with --append\."):
         generate(more, Observer())
     other = more.model_copy(update={"target": more.target.model_copy(update={"layer_ids": (0, 3)})})
-    with pytest.raises(CacheError, match=r"another configuration \(layer_ids: was 0, 2, 4, is 0, 3\)"):
+    with pytest.raises(CacheError, match=r"layer_ids: was 0, 2, 4, is 0, 3\).* or take the configuration back\."):
         generate(other, Observer(), append=True)
     assert read_manifest(tmp_path / "cache").num_samples == 40
     assert len(list(samples_dir(tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_part_for_which_there_is_no_room_leaves_the_cache_complete(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate(with_data(configure(), tmp_path, 0, 40), Observer())
+    was, first = read_manifest(tmp_path / "cache"), checksums(tmp_path / "cache")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=99_999))
+    with pytest.raises(CacheError, match=r"needs 1 MB more and .* has 0 MB free: make room"):
+        generate(with_data(configure(), tmp_path, 40, 60), Observer(), append=True)
+    assert read_manifest(tmp_path / "cache") == was  # so it can be trained from
+    assert checksums(tmp_path / "cache") == first
+    monkeypatch.undo()
+    generate(with_data(configure(), tmp_path, 40, 60), Observer(), append=True)
+    assert len(checksums(tmp_path / "cache")) == 60
 
 
 def test_a_part_that_the_manifest_does_not_name_is_not_there(configure: Configure, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ written last, so a folder without one was never finished.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from dflash_cache.cache.adopt.dump import DumpedSample, SampleError
@@ -31,6 +32,26 @@ _KNOWN = {
 }
 
 
+class _Shard(BaseModel):
+    """One file of the manifest's list."""
+
+    model_config = ConfigDict(strict=True)
+
+    shard_id: int
+    file_name: str
+
+
+class _Manifest(BaseModel):
+    """What is read of `manifest.json` besides what must be as in `_KNOWN`."""
+
+    model_config = ConfigDict(strict=True)
+
+    target_layer_ids: Annotated[list[int], Field(min_length=1)]
+    hidden_size: Annotated[int, Field(ge=1)]
+    num_samples: Annotated[int, Field(ge=1)]
+    shards: list[_Shard]
+
+
 class DeepSpecDump:
     """A finished target cache of format 2."""
 
@@ -40,16 +61,16 @@ class DeepSpecDump:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         manifest = _read_manifest(folder)
-        self.layer_ids: tuple[int, ...] | None = tuple(manifest["target_layer_ids"])
-        if not self.layer_ids or min(self.layer_ids) < 0:
+        self.layer_ids: tuple[int, ...] | None = tuple(manifest.target_layer_ids)
+        if min(self.layer_ids) < 0:
             raise DataError(
                 f"{folder} holds the embedding's output (layer −1 of {list(self.layer_ids)}), which is no decoder "
                 "layer's output and not held by a cache: dump decoder layers alone."
             )
-        self.hidden_size = int(manifest["hidden_size"])
-        self._shards = {int(shard["shard_id"]): str(shard["file_name"]) for shard in manifest["shards"]}
+        self.hidden_size = manifest.hidden_size
+        self._shards = {shard.shard_id: shard.file_name for shard in manifest.shards}
         self._sizes = {number: _file_size(folder / name) for number, name in self._shards.items()}
-        self._records = _read_index(folder, int(manifest["num_samples"]))
+        self._records = _read_index(folder, manifest.num_samples)
         self.names = [f"samples.idx:{row}" for row in range(len(self._records))]
 
     def open_sample(self, name: str) -> DumpedSample:
@@ -79,6 +100,8 @@ class DeepSpecDump:
             values = np.fromfile(self._folder / self._shards[shard], dtype, count, offset=offset)
         except OSError as error:
             raise SampleError(name, "a shard that cannot be read", f"{self._shards[shard]}: {error.strerror}") from None
+        except OverflowError:  # an offset that no file has
+            values = np.empty(0, dtype)
         if len(values) < count:  # it has shrunk since it was opened, or the index points at nonsense
             raise SampleError(name, "a shard that is missing or ends too early", f"shard {shard}")
         return values
@@ -88,10 +111,10 @@ def _file_size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> _Manifest:
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(
             f"There is no manifest.json in {folder}: DeepSpec writes it last, so name the folder of a finished target "
@@ -99,6 +122,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"The manifest {path} cannot be read ({error}): restore it from a copy.") from None
+    if not isinstance(manifest, dict):
+        raise DataError(f"The manifest {path} does not hold a JSON object: restore it from a copy.")
     known = _KNOWN | dict.fromkeys(("target_layer_ids", "hidden_size", "shards", "num_samples"))
     missing = [key for key in known if key not in manifest]
     different = [f"{key} is {manifest[key]!r}" for key in _KNOWN if key in manifest and manifest[key] != _KNOWN[key]]
@@ -107,7 +132,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is not of the format that is known here, version 2 ({what}): dump again with DeepSpec."
         )
-    return dict(manifest)
+    try:
+        return _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()]
+        raise DataError(
+            f"The manifest {path} has wrong entries ({'; '.join(wrong)}): restore it from a copy."
+        ) from None
 
 
 def _read_index(folder: Path, num_samples: int) -> np.ndarray:

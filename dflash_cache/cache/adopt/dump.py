@@ -83,8 +83,9 @@ class Expected:
 def check_sample(name: str, sample: DumpedSample, expected: Expected) -> Tokens:
     """The sample's ids (T) int32 and mask (T) bool. Raises SampleError on whatever can be seen without its states."""
     ids, mask = sample.input_ids, sample.loss_mask
-    if ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex():
+    if ids.ndim != 1 or not len(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise SampleError(name, "token ids that are no list of whole numbers", f"{ids.dtype}, {tuple(ids.shape)}")
+    ids = ids.to(torch.int64)  # torch has no smallest and largest of uint16, uint32 and uint64
     if tuple(mask.shape) != tuple(ids.shape):
         raise SampleError(
             name, "a loss mask of another length than the tokens", f"shape {tuple(mask.shape)}, {len(ids)} tokens"

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -55,7 +56,9 @@ class RecordDump:
         key = next((key for key in self._state_keys if key in record), None)
         if key is None or "input_ids" not in record:
             raise SampleError(
-                name, f"a record without input_ids or {' or '.join(self._state_keys)}", f"it holds {', '.join(record)}"
+                name,
+                f"a record without input_ids or {' or '.join(self._state_keys)}",
+                f"it holds {', '.join(map(str, record))}",
             )
         if "loss_mask" not in record:
             raise DataError(
@@ -82,7 +85,7 @@ class RecordDump:
                 with gzip.open(path) as stream:  # no random access: a record is inflated whole
                     record = torch.load(BytesIO(stream.read()), map_location="cpu", weights_only=True)
             else:
-                record = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+                record = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
         except pickle.UnpicklingError:
             raise SampleError(
                 name, "pickled objects other than tensors and plain values (never run), or damage"
@@ -96,9 +99,12 @@ class RecordDump:
 
     def _tensor(self, name: str, record: dict[str, Any], key: str) -> Tensor:
         try:
-            return torch.as_tensor(record[key])
+            tensor = torch.as_tensor(record[key])
         except (KeyError, TypeError, ValueError, RuntimeError):
             raise SampleError(name, f"no tensor as {key}") from None
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise SampleError(name, f"a tensor of another kind than plain numbers as {key}")
+        return tensor
 
 
 def open_specforge(folder: Path) -> RecordDump:

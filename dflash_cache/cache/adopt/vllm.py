@@ -66,7 +66,7 @@ class VllmDump:
             raise SampleError(
                 name,
                 "other tokens than the dataset's",
-                f"{len(input_ids)} in the file, {len(expected_ids)} in row {row}",
+                f"{input_ids.numel()} in the file, {len(expected_ids)} in row {row}",
             )
         if code not in _DTYPES:
             raise SampleError(name, f"states in a dtype that a cache does not hold ({', '.join(_DTYPES)})", code)
@@ -112,4 +112,12 @@ def _read_dataset(folder: Path) -> pa.Table:
         lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
         if not lists or column.null_count or pc.list_flatten(column).null_count:
             raise DataError(f"The dataset {folder} holds {column.type} with gaps where lists of numbers should be.")
+    for name, column in zip(rows.column_names, rows.columns, strict=True):
+        kind = column.type.value_type
+        flags = name == "loss_mask" and (pa.types.is_boolean(kind) or pa.types.is_floating(kind))
+        if not pa.types.is_integer(kind) and not flags:
+            raise DataError(
+                f"The dataset {folder} holds {kind} as {name} where whole numbers should be: name the one that "
+                "speculators' prepare_data.py wrote with --dataset."
+            )
     return rows
