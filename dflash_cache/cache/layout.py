@@ -219,13 +219,9 @@ def _damaged(path: Path, what: str) -> CacheError:
 
 
 def _show(value: object) -> str:
-    return (
-        "none"
-        if value is None or value == ()
-        else ", ".join(map(str, value))
-        if isinstance(value, tuple)
-        else str(value)
-    )
+    if value is None or value == ():
+        return "none"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def bucket_of_shard(name: str) -> int:
