@@ -34,8 +34,8 @@ from dflash_cache.target.prepare import build
 class Forecast:
     """The cache's size; `num_open` of the samples wait for an answer whose length is a bound.
 
-    `free_bytes` where it will lie, None if that is a store. `state_bytes_by_codec`: of the states alone, with each codec
-    that can hold them.
+    `free_bytes`: where it will lie, None if that is a store. `state_bytes_by_codec`: of the states alone, with each
+    codec that can hold them.
     """
 
     num_samples: int
