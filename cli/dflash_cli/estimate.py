@@ -56,7 +56,7 @@ def estimate_cache(config: Any, rates: "Rates", quiet: bool) -> dict[str, Any]:
     return {
         **asdict(found),
         "codec": config.generate.codec,
-        "fits": found.num_bytes <= found.free_bytes,
+        "fits": None if found.free_bytes is None else found.num_bytes <= found.free_bytes,
         "generate_seconds": generate_seconds(found, rates),
         "needed_gb_per_second": _in_gb(needed_bytes_per_second(found, rates)),
         "pays": None if passes is None else math.isfinite(passes),
@@ -80,8 +80,11 @@ def show(report: dict[str, Any]) -> None:
         console.print(f"Of generate.codec, its states would take {sizes}.", soft_wrap=True)
     if report["num_open"]:
         console.print(f"{report['num_open']:,} answers are still to be written; they count with their greatest length.")
-    fits = "" if report["fits"] else ": too little"
-    console.print(f"{show_bytes(report['free_bytes'])} are free where it will lie{fits}.")
+    if report["free_bytes"] is None:
+        console.print("How much room its store has is not known here.")
+    else:
+        fits = "" if report["fits"] else ": too little"
+        console.print(f"{show_bytes(report['free_bytes'])} are free where it will lie{fits}.")
     if report["generate_seconds"] is not None:
         console.print(f"`dflash generate` takes about {show_seconds(report['generate_seconds'])}.")
     if report["needed_gb_per_second"] is not None:

@@ -41,6 +41,12 @@ def register(app: typer.Typer) -> None:
         device_map: Annotated[
             str | None, typer.Option(help="auto: spread a target too large for one device over all of them.")
         ] = None,
+        trust_remote_code: Annotated[
+            bool, typer.Option("--trust-remote-code", help="Run the target's own Python code.")
+        ] = False,
+        allow_pickle: Annotated[
+            bool, typer.Option("--allow-pickle", help="Take the target's weights from pytorch_model.bin.")
+        ] = False,
         seed: Annotated[int, typer.Option(min=0, help="Which samples are computed again.")] = 0,
         threads: Annotated[int, typer.Option(min=1, help="Threads that read.")] = 2,
         as_json: AsJson = False,
@@ -56,12 +62,14 @@ def register(app: typer.Typer) -> None:
         rechecked = None
         if against_target and report.num_listed and not len(report.damaged_samples):
             with _Bar("Computing again", "samples", 1) as bar:
-                place = Place(target, device, device_map)
+                place = Place(target, device, device_map, trust_remote_code, allow_pickle)
                 rechecked = recheck_cache(
                     cache, against_target, place, seed, (lambda *_: None) if as_json else bar.update
                 )
             if not as_json:
                 show_recheck(rechecked)
+        elif against_target and not as_json:
+            console.print("Nothing is computed again: repair the cache and run `dflash generate` first.")
         if as_json:
             found = {"removed_samples": removed, "against_target": asdict(rechecked) if rechecked else None}
             typer.echo(json.dumps(to_json(report) | found))
@@ -76,6 +84,8 @@ class Place:
     model: str | None
     device: str
     device_map: str | None
+    trust_remote_code: bool = False  # never taken from the manifest: who made the cache may not decide it
+    allow_pickle: bool = False
 
 
 def recheck_cache(
@@ -95,6 +105,8 @@ def recheck_cache(
             dtype=manifest.dtype,
             device=place.device,
             device_map=place.device_map,
+            trust_remote_code=place.trust_remote_code,
+            allow_pickle=place.allow_pickle,
             layer_ids=manifest.layer_ids,
         )
         return recheck(reader, load_target(settings), num_samples, seed, progress)

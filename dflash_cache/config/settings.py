@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from dflash_cache.config.dtypes import CodecOrNone, ComputeDtype, Dtype, DtypeOrAuto
 from dflash_cache.config.section import (
     Decay,
+    DeviceList,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -127,7 +128,7 @@ class GenerateSettings(Settings):
     shard_bytes: PositiveInt = Field(1 << 30, description="a shard is closed when it holds this many bytes")
     shard_seconds: PositiveFloat = Field(600.0, description="or when it has been open for this long")
     order_seed: NonNegativeInt = Field(0, description="seed of the order in which jobs are listed")
-    devices: str | None = Field(
+    devices: DeviceList | None = Field(
         None, description="one worker a device: all (GPUs), 0,1 (these GPUs), cpu:2; null: one, on target.device"
     )
     buffer_bytes: PositiveInt = Field(

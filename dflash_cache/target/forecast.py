@@ -14,6 +14,7 @@ from typing import get_args
 
 import numpy as np
 
+from dflash_cache.cache.layout import is_remote
 from dflash_cache.cache.shards import DATA_BEGIN, ID_BYTES, MASK_BYTES
 from dflash_cache.cache.state_format import StateFormat, check_codec, is_codable
 from dflash_cache.config.dtypes import Codec
@@ -33,7 +34,8 @@ from dflash_cache.target.prepare import build
 class Forecast:
     """The cache's size; `num_open` of the samples wait for an answer whose length is a bound.
 
-    `state_bytes_by_codec`: of the states alone, with each codec that can hold them.
+    `free_bytes`: where it will lie, None if that is a store. `state_bytes_by_codec`: of the states alone, with each
+    codec that can hold them.
     """
 
     num_samples: int
@@ -42,7 +44,7 @@ class Forecast:
     token_bytes: int
     num_bytes: int
     num_shards: int
-    free_bytes: int
+    free_bytes: int | None
     state_bytes_by_codec: dict[Codec, int]
 
 
@@ -80,9 +82,13 @@ def forecast(config: Config, observer: Observer) -> Forecast:
         token_bytes=token_bytes,
         num_bytes=int(lengths.sum()) * token_bytes + num_shards * DATA_BEGIN,
         num_shards=num_shards,
-        free_bytes=shutil.disk_usage(_nearest_folder(Path(config.cache_dir))).free,
+        free_bytes=_count_free(config.cache_dir),
         state_bytes_by_codec=_size_by_codec(states, int(lengths.sum())),
     )
+
+
+def _count_free(cache_dir: str) -> int | None:
+    return None if is_remote(cache_dir) else shutil.disk_usage(_nearest_folder(Path(cache_dir))).free
 
 
 def _size_by_codec(states: StateFormat, num_tokens: int) -> dict[Codec, int]:

@@ -225,8 +225,9 @@ def claim(run: Run, prepared: Preparation, observer: Observer) -> Preparation:
     joins = belongs(was, prepared, run.append)
     different = differences_but_data(run.config, was, prepared) if joins else difference(was, prepared.manifest)
     if different:
+        place = run.staging.place if run.staging is not None else cache_dir
         raise CacheError(
-            f"The cache at {cache_dir} was made with another configuration ({'; '.join(different)}): set cache_dir "
+            f"The cache at {place} was made with another configuration ({'; '.join(different)}): set cache_dir "
             f"to another folder{'' if run.append else ', take the configuration back,'} or "
             f"{'take the configuration back' if run.append else 'add new conversations alone with --append'}."
         )

@@ -55,6 +55,14 @@ def test_the_sentences_say_what_is_known(dflash, project: Path) -> None:
     assert "It never pays in time" in slow.out
 
 
+def test_of_a_store_no_free_space_is_told(dflash, project: Path) -> None:
+    local = json.loads(dflash("estimate", project, "--json").out)
+    remote = json.loads(dflash("estimate", project, "--set", "cache_dir=s3://bucket/cache", "--json").out)
+    assert remote == local | {"free_bytes": None, "fits": None}
+    shown = dflash("estimate", project, "--set", "cache_dir=s3://bucket/cache")
+    assert "How much room its store has is not known here." in shown.out
+
+
 def test_without_answers_and_without_respond_there_is_nothing_to_estimate(dflash, project: Path) -> None:
     outcome = dflash("estimate", project, "--set", f"data.paths=[{project.parent / 'prompts.jsonl'}]")
     assert outcome.code == 2

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from dflash_cache.cache.index import SCHEMA, commit_fragment, list_index_files, open_index
 from dflash_cache.cache.reader import Batch, CacheReader
@@ -245,3 +246,24 @@ def test_an_honest_cache_agrees_with_its_target_and_another_target_is_told(dflas
     assert other.code == 2
     assert "another target or another revision" in other.out
     assert "Another target: the manifest speaks of another" in other.out
+
+
+def test_a_target_with_pickled_weights_computes_again_if_its_pickle_is_allowed(
+    dflash, project: Path, llama_folder: Path
+) -> None:
+    target, cache = project.parent / "pickled", project.parent / "cache"
+    shutil.copytree(llama_folder, target)
+    torch.save(load_file(target / "model.safetensors"), target / "pytorch_model.bin")
+    (target / "model.safetensors").unlink()
+    allowed = ["--set", f"target.model={target}", "--set", "target.allow_pickle=true"]
+    assert dflash("generate", project, *allowed).code == 0
+    refused = dflash("verify", cache, "--against-target", 2)
+    assert (refused.code, "set target.allow_pickle" in refused.err) == (2, True)
+    assert dflash("verify", cache, "--against-target", 2, "--allow-pickle").code == 0
+
+
+def test_a_damaged_cache_is_told_that_nothing_is_computed_again(dflash, cache) -> None:
+    max(cache.glob("bucket-*/*")).unlink()
+    shown = dflash("verify", cache, "--against-target", 2)
+    assert shown.code == 2
+    assert "Nothing is computed again: repair the cache and run `dflash generate` first." in " ".join(shown.out.split())

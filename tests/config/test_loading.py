@@ -85,6 +85,13 @@ def test_an_overrides_value_has_the_type_that_yaml_gives_it(
     assert type(found) is type(value)
 
 
+@pytest.mark.parametrize("devices", ["0", "0,1", "cpu:2", "all"])
+def test_devices_are_taken_as_they_are_written_though_yaml_reads_a_lone_one_as_a_number(
+    file: Path, devices: str
+) -> None:
+    assert load_config(file, [f"generate.devices={devices}"]).generate.devices == devices
+
+
 def test_an_override_reaches_the_top_a_section_of_the_file_and_one_the_file_lacks(file: Path) -> None:
     config = load_config(file, ["cache_dir=elsewhere", "data.max_length=64", "eval.max_prompts=3", "eval.device=cpu"])
     assert (config.cache_dir, config.data.max_length, config.data.paths) == ("elsewhere", 64, ("a.jsonl",))

@@ -235,6 +235,10 @@ def test_a_writer_that_was_taken_over_announces_nothing_more(configure, in_store
 
 def test_further_conversations_are_appended_in_the_store_as_in_a_folder(configure, in_store, server, tmp_path) -> None:
     generate(in_store(), Listener())
+    other = in_store()
+    target = other.target.model_copy(update={"layer_ids": (0, 3)})
+    with pytest.raises(CacheError, match=r"cache at s3://caches/cache was made with another .*is 0, 3\)"):
+        generate(other.model_copy(update={"target": target}), Listener())
     generate(configure("local"), Listener())
     more = tmp_path / "more.jsonl"
     more.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(60, 70)))
