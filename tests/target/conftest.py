@@ -1,14 +1,24 @@
-"""The configuration of a small cache."""
+"""The configuration of a small cache, and one thread for all that computes it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from target.small_cache import NUM_SAMPLES, conversation
 
 from dflash_cache.config.settings import Config
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the commands that a test starts: on some processors a product's last bits depend on how many share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
