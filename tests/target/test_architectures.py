@@ -92,8 +92,9 @@ def own_states(target: Target, **inputs: Tensor) -> Tensor:
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
+    """To rounding: recurrent layers carry theirs on from token to token, and got to 1.7e-5 on one processor."""
     scale = max(1.0, float(expected.abs().max()))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * scale)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-5 * scale)
 
 
 def test_states_of_a_padded_batch_are_those_of_each_sample_alone(built: Built) -> None:
