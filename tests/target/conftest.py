@@ -14,10 +14,12 @@ from dflash_cache.config.settings import Config
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As the commands that a test starts: on some processors a product's last bits depend on how many share it."""
+    """Here and in all that a test starts: on some processors a product's last bits depend on how many share it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
     torch.set_num_threads(before)
 
 
