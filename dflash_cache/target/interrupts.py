@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.resource_tracker import ensure_running
 from types import FrameType
 
 
@@ -28,11 +29,20 @@ def terminate_like_interrupt() -> Iterator[None]:
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
     """In the block Ctrl-C waits; for a process that is started in it, until `heed_interrupts`."""
+    ensure_running()  # multiprocessing's helper: whoever starts it lets all signals through afterwards
+    came: list[int] = []
+    heard = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    if heard:  # the mask is this thread's alone: a signal that another one takes is kept for later
+        handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if heard:
+            signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def heed_interrupts() -> None:
