@@ -136,7 +136,7 @@ def test_fields_that_a_column_fills_with_null_are_absent(tmp_path: Path) -> None
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`datasets` takes a folder of the name before it asks the Hub, so the package itself runs here, off line."""
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="datasets is missing, an extra: `make test` installs it")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
     monkeypatch.chdir(tmp_path)

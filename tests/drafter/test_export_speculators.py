@@ -89,37 +89,36 @@ def test_the_config_counts_layers_from_one_and_names_the_target(llama_folder: Pa
     assert not layers.keys() & {"dflash_config", "block_size", "auto_map", "num_target_layers"}
 
 
+def refusal(drafter: Drafter, target: Path, out: Path) -> str:
+    """What is said to an export that writes nothing."""
+    with pytest.raises(RunError) as caught:
+        export_speculators(drafter, TargetSettings(model=str(target)), out, "float32")
+    assert not out.exists()
+    return str(caught.value)
+
+
 def test_a_drafter_that_reads_the_targets_last_layer_is_refused(llama_folder: Path, tmp_path: Path) -> None:
     drafter = make_drafter(llama_folder, layer_ids=(0, 5))
-    with pytest.raises(RunError) as caught:
-        export_speculators(drafter, TargetSettings(model=str(llama_folder)), tmp_path / "out", "float32")
-    assert str(caught.value) == (
+    assert refusal(drafter, llama_folder, tmp_path / "out") == (
         "speculators' format cannot name the target's last layer (5), which this drafter reads: export it with "
         "--format zlab."
     )
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_drafter_of_a_target_that_scales_its_embeddings_is_refused(save_family, tmp_path: Path) -> None:
     folder = save_family("gemma3")
-    with pytest.raises(RunError) as caught:
-        export_speculators(make_drafter(folder), TargetSettings(model=str(folder)), tmp_path / "out", "float32")
-    assert str(caught.value) == (
+    assert refusal(make_drafter(folder), folder, tmp_path / "out") == (
         "speculators does not scale embeddings, and this drafter's target does (by 5.65685): export it with "
         "--format zlab."
     )
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_drafter_with_sliding_and_full_layers_is_refused(llama_folder: Path, tmp_path: Path) -> None:
     drafter = make_drafter(llama_folder, layer_types=["sliding_attention", "full_attention"], sliding_window=9)
-    with pytest.raises(RunError) as caught:
-        export_speculators(drafter, TargetSettings(model=str(llama_folder)), tmp_path / "out", "float32")
-    assert str(caught.value) == (
+    assert refusal(drafter, llama_folder, tmp_path / "out") == (
         "vLLM takes all layers of speculators' format for causal if one is, and this drafter has sliding layers beside "
         "full ones: export it with --format zlab, which it serves as well."
     )
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(

@@ -196,7 +196,7 @@ def test_a_model_that_computes_more_around_its_layers_is_refused(tmp_path: Path,
 
 def test_a_model_without_a_head_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     """A whole checkpoint of a family whose model has no matrix for a head: nGPT-like scales a token's logit."""
-    pytest.importorskip("transformers.models.dory")
+    pytest.importorskip("transformers.models.dory", reason="Dory is missing: this transformers has no such family")
     import transformers  # only where the family exists
 
     config = transformers.DoryConfig(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=6)
