@@ -226,10 +226,14 @@ def claim(run: Run, prepared: Preparation, observer: Observer) -> Preparation:
     different = differences_but_data(run.config, was, prepared) if joins else difference(was, prepared.manifest)
     if different:
         place = run.staging.place if run.staging is not None else cache_dir
+        advice = (
+            "set cache_dir to another folder or take the configuration back"
+            if run.append
+            else "set cache_dir to another folder, take the configuration back, or add new conversations alone with "
+            "--append"
+        )
         raise CacheError(
-            f"The cache at {place} was made with another configuration ({'; '.join(different)}): set cache_dir "
-            f"to another folder{'' if run.append else ', take the configuration back,'} or "
-            f"{'take the configuration back' if run.append else 'add new conversations alone with --append'}."
+            f"The cache at {place} was made with another configuration ({'; '.join(different)}): {advice}."
         )
     remove_leftovers(cache_dir)
     if num_orphans := remove_orphans(cache_dir):
