@@ -52,10 +52,11 @@ def read_head(head: Head, states_RH: Tensor, labels_R: Tensor, wants_mean: bool)
     rows_RH = F.pad(head.scale_states(states_RH), (0, 0, 0, -R % ROW_STEP))
     width = MANY_PIECE if R >= MANY_ROWS else FEW_PIECE
     labels = _Labels(labels_R, vocab_size, width)
-    log_total_R = torch.full((len(rows_RH),), -torch.inf, device=rows_RH.device)
+    lead_R = torch.full((len(rows_RH),), -torch.inf, device=rows_RH.device)  # the highest logit so far
+    total_R = torch.zeros_like(lead_R)  # Σ e^(z − lead): logarithms would be rounded at the logits' size once a piece
     mean_RH = torch.zeros(rows_RH.shape, device=rows_RH.device) if wants_mean else None
     piece_mean_RH = _room("mean", len(rows_RH), rows_RH.shape[1], rows_RH)
-    wide_RH = _room("wide", len(rows_RH), rows_RH.shape[1], log_total_R)
+    wide_RH = _room("wide", len(rows_RH), rows_RH.shape[1], lead_R)
     for begin in range(0, vocab_size, width):
         piece = head.cut(begin, begin + width)
         logits_RP = _room("logits", len(rows_RH), len(piece.weight_VH), rows_RH)
@@ -63,12 +64,14 @@ def read_head(head: Head, states_RH: Tensor, labels_R: Tensor, wants_mean: bool)
         highest_R = _highest(logits_RP)
         labels.look_at(logits_RP, highest_R, begin)
         p_RP = torch.softmax(logits_RP, dim=1, out=logits_RP)
-        piece_total_R = highest_R - _highest(p_RP).log_()  # the highest's p is e^0 / total
-        log_total_R = torch.logaddexp(log_total_R, piece_total_R)
+        before_R, lead_R = lead_R, torch.maximum(lead_R, highest_R)
+        piece_total_R = (highest_R - lead_R).exp_().div_(_highest(p_RP))  # the highest's p is e^0 / its piece's total
+        total_R = torch.addcmul(piece_total_R, total_R, (before_R - lead_R).exp_())
         if mean_RH is not None:
-            share_R = (piece_total_R - log_total_R).exp_()
+            share_R = piece_total_R.div_(total_R)
             wide_RH.copy_(torch.mm(p_RP, piece.weight_VH, out=piece_mean_RH))
             mean_RH.lerp_(wide_RH, share_R[:, None])
+    log_total_R = total_R.log_().add_(lead_R)
     return HeadReading(log_total_R[:R], None if mean_RH is None else mean_RH[:R], labels.logit_R, labels.are_chosen())
 
 
