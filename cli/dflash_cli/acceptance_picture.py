@@ -32,9 +32,10 @@ def draw_acceptance(path: Path, result: "Evaluation") -> None:
     shares = [100 * count / passes for count in overall.histogram.values()]
     bars = yielded.bar([*overall.histogram], shares)
     yielded.bar_label(bars, [f"{share:.1f}" for share in shares], fontsize=8)
-    yielded.axvline(overall.acceptance_length, color="grey", linestyle="dashed")
+    yielded.axvline(overall.tokens_per_pass, color="grey", linestyle="dashed")
     yielded.set(
-        title=f"acceptance length {overall.acceptance_length:.3f} ({overall.num_prompts:,} prompts)",
+        title=f"{overall.tokens_per_pass:.3f} tokens a pass; acceptance length {overall.acceptance_length:.3f} "
+        f"(mean of {overall.num_prompts:,} prompts)",
         xlabel="tokens that one pass of the target yields",
         ylabel="% of passes",
         xticks=[*overall.histogram],

@@ -159,7 +159,7 @@ def show(result: "Evaluation") -> None:
 def _tabulate(result: "Evaluation") -> Table:
     table = Table(box=None, title=f"blocks of {result.block_size}, {result.batch_size} at once", title_justify="left")
     table.add_column("category", overflow="fold")
-    for title in ("prompts", "acceptance", "tokens/s", "without", "speed-up", "output"):
+    for title in ("prompts", "acceptance", "per pass", "tokens/s", "without", "speed-up", "output"):
         table.add_column(title, justify="right")
     named = [*result.categories.items(), ("all", result.overall)]
     for name, figures in named if len(result.categories) > 1 else named[:1]:
@@ -167,6 +167,7 @@ def _tabulate(result: "Evaluation") -> Table:
             Text(name),  # data's words, not markup
             f"{figures.num_prompts:,}",
             f"{figures.acceptance_length:.3f}",
+            f"{figures.tokens_per_pass:.3f}",
             f"{figures.tokens_per_second:.1f}",
             f"{figures.tokens_per_second_plain:.1f}",
             f"{figures.speed_up:.2f}×",

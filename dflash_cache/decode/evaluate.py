@@ -31,13 +31,15 @@ TIE_LEADS = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
 class Figures:
     """What was measured on some prompts.
 
-    acceptance_length: mean over prompts of each prompt's mean (z-lab's convention); histogram: passes by tokens
-    yielded; position_acceptance: of each drafted slot, the share of all passes that accepted it and all before it;
-    speed_up: tokens_per_second over tokens_per_second_plain; lossless: no output differs but by a tie, None where
-    tokens were drawn; same, ties, different: prompts of each kind.
+    acceptance_length: mean over prompts of each prompt's mean (z-lab's convention); tokens_per_pass: over all passes of
+    all prompts, so that a prompt counts by its passes; histogram: passes by tokens yielded; position_acceptance: of
+    each drafted slot, the share of all passes that accepted it and all before it; speed_up: tokens_per_second over
+    tokens_per_second_plain; lossless: no output differs but by a tie, None where tokens were drawn; same, ties,
+    different: prompts of each kind.
     """
 
     acceptance_length: float
+    tokens_per_pass: float
     histogram: dict[int, int]
     position_acceptance: list[float]
     num_prompts: int
@@ -185,6 +187,7 @@ def _sum_up(plain: list[Decoded], decoded: list[Decoded], block_size: int, verdi
     verdict = verdicts or Counter()
     return Figures(
         acceptance_length=sum(means) / max(1, len(means)),
+        tokens_per_pass=sum(length * count for length, count in passes.items()) / max(1, passes.total()),
         histogram={length: passes[length] for length in range(1, block_size + 1)},
         position_acceptance=[count / max(1, passes.total()) for count in beyond],
         num_prompts=len(decoded),

@@ -30,7 +30,8 @@ def test_eval_tabulates_categories_and_takes_options_for_settings(dflash, traine
     picture = trained.parent / "pictures" / "acceptance.svg"
     outcome = dflash("eval", trained, "--plot", picture)
     assert outcome.code == 0, outcome.err
-    rows = {line.split()[0]: line.split()[1] for line in outcome.out.splitlines() if line.strip()}
+    lines = [line.split() for line in outcome.out.splitlines() if line.strip()]
+    rows = {words[0]: words[1] for words in lines}
     assert (rows["code"], rows["maths"], rows["all"]) == ("3", "2", "5")
     assert "the target's own, token for token (5 same, 0 ties in rounding, 0 different)" in outcome.out
     words = " ".join(ElementTree.parse(picture).getroot().itertext())
@@ -39,6 +40,12 @@ def test_eval_tabulates_categories_and_takes_options_for_settings(dflash, traine
     assert outcome.out.endswith(f"\nThe picture is in {picture}.\n")
 
     plain = json.loads(dflash("eval", trained, "--json").out)
+    assert "category  prompts  acceptance  per pass" in outcome.out
+    (overall,) = (words for words in lines if words[0] == "all")
+    assert overall[2:4] == [f"{plain['acceptance_length']:.3f}", f"{plain['tokens_per_pass']:.3f}"]
+    passes = {int(length): count for length, count in plain["histogram"].items()}
+    tokens = sum(length * count for length, count in passes.items())
+    assert plain["tokens_per_pass"] == pytest.approx(tokens / sum(passes.values()))
     drawn_too = dflash("eval", trained, "--json", "--plot", picture)
     assert json.loads(drawn_too.out)["histogram"] == plain["histogram"]
     assert drawn_too.err == f"The picture is in {picture}.\n"

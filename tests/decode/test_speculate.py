@@ -108,8 +108,16 @@ def test_an_evaluation_counts_passes_and_compares_outputs(llama: Target) -> None
     assert 1 + sum(overall.position_acceptance) == pytest.approx((overall.num_tokens - 3) / passes)
     means = [one.acceptance_length * one.num_prompts for one in result.categories.values()]
     assert overall.acceptance_length == pytest.approx(sum(means) / 3)
+    assert overall.tokens_per_pass == pytest.approx((overall.num_tokens - 3) / passes)
     assert overall.speed_up == pytest.approx(overall.tokens_per_second / overall.tokens_per_second_plain)
-    assert {"acceptance_length", "histogram", "lossless", "categories", "block_size"} <= result.to_dict().keys()
+    assert {
+        "acceptance_length",
+        "tokens_per_pass",
+        "histogram",
+        "lossless",
+        "categories",
+        "block_size",
+    } <= result.to_dict().keys()
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 5])
