@@ -107,8 +107,8 @@ def show_end(config: Config, is_complete: bool) -> None:
 class TrainConsole:
     """A step every few steps: on a terminal a table's row, and below the table one live line of the last step.
 
-    In a file two plain lines: loss, accuracy by slot, acceptance, rates, time left; and how the step was mixed. All
-    figures are the records'; beside them it sums up what the whole command did.
+    In a file two plain lines: loss, accuracy by slot, anchor acceptance, rates, time left; and how the step was mixed.
+    All figures are the records'; beside them it sums up what the whole command did.
     """
 
     def __init__(self, log_every: int, shown_on: Console = console) -> None:
@@ -133,7 +133,9 @@ class TrainConsole:
         if record["kind"] == "validation":
             self._console.print(
                 f"validation at step {record['step']}: loss {record['loss']:.3f}, accuracy "
-                f"{show_percentages(record['position_accuracy'])}, acceptance ~{record['acceptance_estimate']:.3f}"
+                f"{show_percentages(record['position_accuracy'])}, anchor acceptance "
+                f"~{record['anchor_acceptance']:.3f}, acceptance ~{record['acceptance_estimate']:.3f}",
+                soft_wrap=True,
             )
             return
         self.tokens += record["tokens"]

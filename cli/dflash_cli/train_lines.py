@@ -16,7 +16,7 @@ def show_step(record: "Record") -> str:
     """What a log file gets of a step."""
     return (
         f"step {record['step']}/{record['num_steps']}  loss {record['loss']:.3f}  accuracy "
-        f"{show_percentages(record['position_accuracy'])}  acceptance ~{record['acceptance_estimate']:.2f}  "
+        f"{show_percentages(record['position_accuracy'])}  anchor acceptance ~{record['anchor_acceptance']:.2f}  "
         f"lr {record['learning_rate']:.1e}  norm {record['gradient_norm']:.2f}  "
         f"{record['tokens_per_second']:,.0f} tokens/s  wait {100 * record['wait_share']:.0f} %  "
         f"{show_bytes(record['memory_bytes'])}  {show_seconds(record['seconds_left'])} left"
@@ -27,7 +27,7 @@ def show_status(record: "Record") -> str:
     """The live line of a terminal: what one looks for first, first, as a narrow window cuts its end off."""
     return (
         f"step {record['step']}/{record['num_steps']}  {show_seconds(record['seconds_left'])} left  loss "
-        f"{record['loss']:.3f}  acceptance ~{record['acceptance_estimate']:.2f}  "
+        f"{record['loss']:.3f}  anchor acceptance ~{record['anchor_acceptance']:.2f}  "
         f"{show_count(record['tokens_per_second'])} tokens/s  wait {100 * record['wait_share']:.0f} %  "
         f"lr {record['learning_rate']:.1e}  {show_bytes(record['memory_bytes'])}"
     )
@@ -60,7 +60,7 @@ def _cells(record: "Record") -> Iterator[tuple[str, str, int]]:
     num_slots = len(record["position_accuracy"])
     yield "step", f"{record['step']}", len(f"{record['num_steps']}")
     yield "loss", f"{record['loss']:.3f}", 6
-    yield "accepts", f"~{record['acceptance_estimate']:.2f}", 6
+    yield "per anchor", f"~{record['anchor_acceptance']:.2f}", 6
     yield "lr", f"{record['learning_rate']:.1e}", 7
     yield "norm", f"{record['gradient_norm']:.2f}", 6
     yield "tokens/s", show_count(record["tokens_per_second"]), 7
@@ -74,7 +74,7 @@ def _cells(record: "Record") -> Iterator[tuple[str, str, int]]:
     for title, name, form, widest in (
         ("% by bucket", "pct", ".0f", 3),
         ("loss by bucket", "loss", ".2f", 5),
-        ("accepts by bucket", "acceptance", ".2f", 5),
+        ("per anchor by bucket", "anchor_acceptance", ".2f", 5),
     ):
         values = _by_bucket(batch, name)
         yield title, _join(values, form), (widest + 1) * len(values)

@@ -30,6 +30,7 @@ from dflash_cache.errors import RunError
 from dflash_cache.train.checkpoint_folder import ParameterOf, is_folder_checkpoint, read_folder, split_fields
 
 BEST = "best.json"
+MEASURE = "walk"  # how the mark's estimate was made; a mark without it was made over random anchors, which is higher
 ORDER = "order of the first epoch"  # the identity's key for what no setting but the program itself decides
 
 
@@ -152,9 +153,13 @@ def best_path(run_dir: Path) -> Path | None:
 
 
 def best_score(run_dir: Path, up_to_step: float = math.inf) -> float:
-    """Validation's acceptance estimate of the best checkpoint; −inf without one, or if it is past `up_to_step`."""
+    """Validation's acceptance estimate of the best checkpoint; −inf without one, or if it is past `up_to_step`.
+
+    An estimate that was made otherwise (MEASURE) is compared with none: its checkpoint is the best until the next one.
+    """
     best = _read_best(run_dir)
-    return float(best["acceptance_estimate"]) if best and best["step"] <= up_to_step else float("-inf")
+    comparable = best.get("measure") == MEASURE and best["step"] <= up_to_step
+    return float(best["acceptance_estimate"]) if comparable else float("-inf")
 
 
 def best_mark(
@@ -164,7 +169,7 @@ def best_mark(
     if acceptance_estimate is None:
         return _read_best(run_dir)
     name = checkpoint_path(run_dir, step, sharded).name
-    return {"checkpoint": name, "step": step, "acceptance_estimate": acceptance_estimate}
+    return {"checkpoint": name, "step": step, "acceptance_estimate": acceptance_estimate, "measure": MEASURE}
 
 
 def mark_best(run_dir: Path, mark: dict[str, Any]) -> None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from dflash_cache.config.settings import ObjectiveSettings
-from dflash_cache.drafter.anchors import make_blocks
+from dflash_cache.drafter.anchors import Blocks, make_blocks
 from dflash_cache.drafter.chunk import Extra, SoftLabels
 from dflash_cache.drafter.frozen import FrozenTarget
 from dflash_cache.drafter.loss import BlockLoss, block_loss
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.objective import weigh_slots
+from dflash_cache.drafter.streak import count_streaks
 from dflash_cache.train.stream import MicroBatch
 
 
@@ -60,12 +61,7 @@ def draft_loss(
     cap_weight: float = 0.0,
 ) -> BlockLoss:
     """The summed, weighted loss of a placed micro-batch's blocks; matrix products in the frozen head's dtype."""
-    dtype = frozen.dtype
-    batch, shape = micro_batch.batch, draft.drafter.shape
-    blocks = make_blocks(batch.input_ids, batch.loss_mask, micro_batch.anchors_SA, shape.block_size)
-    with torch.autocast(frozen.device.type, dtype, enabled=dtype != torch.float32):
-        slots_SABH = frozen.embed_blocks(blocks.tokens_SA, shape)
-        states_SABH = draft(batch.hidden_STLH, slots_SABH, blocks.anchors_SA, objective.max_slots)
+    blocks, states_SABH = _draft_blocks(draft, frozen, micro_batch, micro_batch.anchors_SA, objective.max_slots)
     weigh = partial(weigh_slots, settings=objective)
     soft = None
     if objective.distill > 0:
@@ -73,3 +69,21 @@ def draft_loss(
         assert micro_batch.last_STH is not None
         soft = SoftLabels(micro_batch.last_STH, frozen.teacher, objective.distill)
     return block_loss(states_SABH, blocks, frozen.head, weigh, objective.max_slots, Extra(cap_weight, soft))
+
+
+@torch.no_grad()
+def draft_streaks(draft: DraftPass, frozen: FrozenTarget, micro_batch: MicroBatch, anchors_SA: Tensor) -> Tensor:
+    """How many drafts are right in a row (S, A) of the placed micro-batch's blocks at these anchors, padded with −1."""
+    blocks, states_SABH = _draft_blocks(draft, frozen, micro_batch, anchors_SA)
+    return count_streaks(states_SABH, blocks, frozen.head)
+
+
+def _draft_blocks(
+    draft: DraftPass, frozen: FrozenTarget, micro_batch: MicroBatch, anchors_SA: Tensor, max_slots: int | None = None
+) -> tuple[Blocks, Tensor]:
+    """The blocks at these anchors, and the drafter's states of their slots."""
+    dtype, batch, shape = frozen.dtype, micro_batch.batch, draft.drafter.shape
+    blocks = make_blocks(batch.input_ids, batch.loss_mask, anchors_SA, shape.block_size)
+    with torch.autocast(frozen.device.type, dtype, enabled=dtype != torch.float32):
+        slots_SABH = frozen.embed_blocks(blocks.tokens_SA, shape)
+        return blocks, draft(batch.hidden_STLH, slots_SABH, blocks.anchors_SA, max_slots)

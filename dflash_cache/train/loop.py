@@ -18,11 +18,13 @@ import torch
 
 from dflash_cache.config.settings import Config
 from dflash_cache.data.plan import EpochPlan
+from dflash_cache.drafter.anchors import pad_anchors
+from dflash_cache.drafter.loss import BlockLoss
 from dflash_cache.errors import RunError
 from dflash_cache.train.average import update_average
 from dflash_cache.train.checkpoint import best_mark, best_score, mark_best, save_checkpoint
-from dflash_cache.train.forward import draft_loss, shared_casts
-from dflash_cache.train.metrics import Record, Sink, StepSums
+from dflash_cache.train.forward import DraftPass, draft_loss, draft_streaks, shared_casts
+from dflash_cache.train.metrics import PassSums, Record, Sink, StepSums
 from dflash_cache.train.mix import NO_BUCKET, EpochMix, tabulate_step
 from dflash_cache.train.noise import add_noise, noise_level
 from dflash_cache.train.pace import Pace
@@ -34,6 +36,7 @@ from dflash_cache.train.sharded_checkpoint import save_sharded
 from dflash_cache.train.sharding import own_part, pass_nothing, sum_after_backward, whole_weights
 from dflash_cache.train.signals import StopRequest
 from dflash_cache.train.stream import AnchorDraw, MicroBatch, ReadAhead, load_micro_batch
+from dflash_cache.train.walk import AnswerWalks
 
 MAX_NAMED = 8  # samples that are named where a step was not finite
 
@@ -141,7 +144,7 @@ def micro_batch_stream(
     """The micro-batches at these places of the list, read ahead in this order."""
     settings = run.config.train
     manifest = run.reader.manifest
-    draw = AnchorDraw(settings.anchors_per_sample, settings.seed, epoch, settings.max_anchors)
+    draw = anchor_draw(run, epoch)
     token_bytes = len(manifest.layer_ids) * manifest.hidden_size * (4 if manifest.dtype == "float32" else 2)
 
     def size(place: int) -> int:
@@ -154,6 +157,12 @@ def micro_batch_stream(
 
     items = ((place, size(place)) for place in places)
     return ReadAhead(items, load, settings.reader_threads, settings.read_ahead_bytes)
+
+
+def anchor_draw(run: TrainingRun, epoch: int) -> AnchorDraw:
+    """How the epoch's anchors are drawn."""
+    settings = run.config.train
+    return AnchorDraw(settings.anchors_per_sample, settings.seed, epoch, settings.max_anchors)
 
 
 def take_step(run: TrainingRun, part: StepInput) -> Record:
@@ -281,25 +290,46 @@ def finish_gradients(run: TrainingRun, weight_sum: torch.Tensor) -> torch.Tensor
 
 @torch.no_grad()
 def validate(run: TrainingRun) -> Record:
-    """Loss and expected acceptance length on the held-out samples, with the same anchors every time.
+    """Loss on the held-out samples, with the same anchors every time, and what decoding would take through them.
 
     Of the weights' moving average, if there is one; the loss is the plain weighted cross-entropy of all slots, whatever
     else training adds. Each rank takes its share of the micro-batches.
     """
     started = time.perf_counter()
     plan = plan_training_epoch(run.config, run.reader, run.validation_rows, 0)
-    sums = StepSums(run.drafter.shape.block_size, run.num_buckets, run.device)
+    block_size = run.drafter.shape.block_size
+    sums = StepSums(block_size, run.num_buckets, run.device)
+    passes = PassSums(block_size, run.num_buckets, run.device)
     places = range(run.ranks.rank, plan.num_micro_batches, run.ranks.world_size)
     whole_blocks = run.config.objective.model_copy(update={"max_slots": None, "distill": 0.0})
     draft = run.average_draft or run.draft
     with run.ranks.explain_losses(), whole_weights(draft):
         for micro_batch in micro_batch_stream(run, plan, places, VALIDATION_EPOCH):
-            loss = draft_loss(draft, run.frozen, place_states(run, micro_batch), whole_blocks)
+            placed = place_states(run, micro_batch)
+            loss = draft_loss(draft, run.frozen, placed, whole_blocks)
             sums.add(loss, micro_batch.bucket)
-            del micro_batch, loss  # before the next is asked for
-    run.ranks.sum([sums.by_bucket])
+            passes.add(walk_answers(run, draft, placed, loss), micro_batch.bucket)
+            del micro_batch, placed, loss  # before the next is asked for
+    run.ranks.sum([sums.by_bucket, passes.by_bucket])
     figures: dict[str, Any] = {"kind": "validation", "step": run.step}
-    return figures | sums.figures() | {"seconds": time.perf_counter() - started}
+    for found in (sums, passes):
+        figures |= found.figures() | found.bucket_figures()
+    return figures | {"seconds": time.perf_counter() - started}
+
+
+def walk_answers(run: TrainingRun, draft: DraftPass, placed: MicroBatch, loss: BlockLoss) -> list[list[int]]:
+    """What each pass of greedy decoding yields in the micro-batch's answers (`walk`), an answer a list.
+
+    The blocks of `loss`, at the anchors drawn, are known; further ones are computed as many at a time as are drawn.
+    """
+    walks = AnswerWalks(placed.batch.loss_mask.cpu().numpy())
+    walks.learn(placed.anchors_SA.cpu().numpy(), loss.correct_NK.long().cumprod(1).sum(1).cpu().numpy())
+    count = anchor_draw(run, VALIDATION_EPOCH).count_of(len(placed.batch.sample))
+    while (wanted := walks.next_anchors(count)) is not None:
+        anchors_SA = pad_anchors(wanted)
+        streaks_SA = draft_streaks(draft, run.frozen, placed, anchors_SA.to(run.device)).cpu()
+        walks.learn(anchors_SA.numpy(), streaks_SA[anchors_SA >= 0].numpy())
+    return walks.yields
 
 
 def name_suspects(run: TrainingRun, part: StepInput, losses: Sequence[torch.Tensor]) -> str:

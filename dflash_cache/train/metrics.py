@@ -1,19 +1,25 @@
 """What a step did, gathered once and shown three ways: the console, a JSONL file and wandb get the same record.
 
 Sums are gathered over the micro-batches of a step and divided once, so that short batches count by their slots, not
-by their number. The expected acceptance length is 1 + Σ_k (share of blocks whose first k drafts are all right): what
-greedy decoding would accept from these anchors, the target's own token counted.
+by their number. Two figures say how far drafts are right, the target's own token counted:
+
+    anchor acceptance      over anchors drawn evenly: 1 + Σ_k (share of blocks whose first k drafts are all right)
+    acceptance estimate    over the anchors that greedy decoding stands at (`walk`): tokens over passes, of all answers
+
+Decoding stands at hard places more often, so the first is the higher one. It costs nothing beside the loss, and is the
+training log's; validation has both, and the second chooses the best checkpoint: it is what decoding this text costs.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+import numpy as np
 import torch
 import wandb
 from torch import Tensor
@@ -53,10 +59,10 @@ class StepSums:
         return self.by_bucket[:, 1].sum().float()
 
     def figures(self) -> Record:
-        """Loss (nats, weighted mean), expected acceptance length, and by slot. Synchronises the device.
+        """Loss (nats, weighted mean), anchor acceptance, and by slot. Synchronises the device.
 
         By slot (`position_…`): accuracy, cross-entropy, and the share of blocks that are right up to here, whose sum is
-        the acceptance length but for the target's own token.
+        the anchor acceptance but for the target's own token.
         """
         total = self.by_bucket.cpu().sum(0)
         loss_sum, weight_sum, num_blocks = total[:3].tolist()
@@ -64,24 +70,74 @@ class StepSums:
         accuracy = (correct_K / slots_K.clamp(min=1)).tolist()
         return {
             "loss": loss_sum / max(weight_sum, 1e-30),
-            "acceptance_estimate": 1 + float(streak_K.sum()) / max(1.0, num_blocks),
+            "anchor_acceptance": 1 + float(streak_K.sum()) / max(1.0, num_blocks),
             "accuracy": sum(accuracy) / len(accuracy),
             "position_accuracy": accuracy,
             "position_loss": (ce_K / slots_K.clamp(min=1)).tolist(),
-            "position_acceptance": (streak_K / max(1.0, num_blocks)).tolist(),
+            "position_anchor_acceptance": (streak_K / max(1.0, num_blocks)).tolist(),
             "blocks": round(num_blocks),
         }
 
     def bucket_figures(self) -> Record:
-        """Loss, accuracy (of all slots) and acceptance length of each bucket, None where nothing was supervised."""
+        """Loss, accuracy (of all slots) and anchor acceptance of each bucket, None where nothing was supervised."""
         figures: Record = {}
         for bucket, sums in enumerate(self.by_bucket.cpu()):
             loss_sum, weight_sum, num_blocks = sums[:3].tolist()
             slots, correct, streak, _ = sums[3:].view(4, -1).sum(1).tolist()
             figures[f"bucket_{bucket}_loss"] = loss_sum / weight_sum if weight_sum else None
             figures[f"bucket_{bucket}_accuracy"] = correct / slots if slots else None
-            figures[f"bucket_{bucket}_acceptance"] = 1 + streak / num_blocks if slots else None
+            figures[f"bucket_{bucket}_anchor_acceptance"] = 1 + streak / num_blocks if slots else None
         return figures
+
+
+class PassSums:
+    """Sums over the passes that decoding would take through known answers, by bucket; ranks add theirs up.
+
+    by_bucket: (buckets, B + 2) float64: passes by the tokens they yield, 1 … B; then answers, and the sum of each
+    one's mean.
+    """
+
+    def __init__(self, block_size: int, num_buckets: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self.by_bucket = torch.zeros(num_buckets, block_size + 2, dtype=torch.float64, device=device)
+
+    def add(self, yields: Sequence[Sequence[int]], bucket: int) -> None:
+        """Add answers of one bucket: each one's passes, as `AnswerWalks.yields` has them."""
+        passes_B = np.bincount([m - 1 for answer in yields for m in answer], minlength=self._block_size)
+        means = sum(sum(answer) / len(answer) for answer in yields)
+        sums = torch.tensor([*passes_B.tolist(), len(yields), means], dtype=torch.float64)
+        self.by_bucket[bucket] += sums.to(self.by_bucket.device)
+
+    def figures(self) -> Record:
+        """The acceptance estimate (tokens over passes, as `eval`'s tokens_per_pass), and by slot.
+
+        answer_acceptance_estimate: the mean over answers of each one's mean, as `eval`'s acceptance_length (z-lab's
+        convention; short answers count as much as long ones); position_acceptance: of each drafted slot, the share of
+        passes that yield more than the tokens up to it, whose sum is the estimate but for the target's own token.
+        """
+        total = self.by_bucket.cpu().sum(0)
+        passes_B, (num_answers, means) = total[:-2], total[-2:].tolist()
+        num_passes = max(1.0, float(passes_B.sum()))
+        beyond_K = (passes_B.flip(0).cumsum(0).flip(0)[1:] / num_passes).tolist()
+        return {
+            "acceptance_estimate": _tokens_of(passes_B) / num_passes if passes_B.any() else 1.0,
+            "answer_acceptance_estimate": means / num_answers if num_answers else 1.0,
+            "position_acceptance": beyond_K,
+            "passes": round(float(passes_B.sum())),
+        }
+
+    def bucket_figures(self) -> Record:
+        """The acceptance estimate of each bucket, None where there was no pass."""
+        figures: Record = {}
+        for bucket, passes_B in enumerate(self.by_bucket.cpu()[:, :-2]):
+            num_passes = float(passes_B.sum())
+            figures[f"bucket_{bucket}_acceptance"] = _tokens_of(passes_B) / num_passes if num_passes else None
+        return figures
+
+
+def _tokens_of(passes_B: Tensor) -> float:
+    """Tokens that so many passes yield, by their yields 1 … B."""
+    return float((passes_B * torch.arange(1, len(passes_B) + 1)).sum())
 
 
 class JsonLines:

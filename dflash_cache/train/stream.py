@@ -50,6 +50,11 @@ class AnchorDraw:
     epoch: int
     max_anchors: int | None = None
 
+    def count_of(self, num_samples: int) -> int:
+        """Anchors of each of so many samples in one micro-batch, at most."""
+        share = share_anchors(self.max_anchors, num_samples)
+        return self.count if share is None else min(self.count, share)
+
 
 def load_micro_batch(
     read_batch: Callable[[np.ndarray], Batch], rows: np.ndarray, bucket: int, draw: AnchorDraw

@@ -1,4 +1,8 @@
-"""A sweep's table: its runs by the best acceptance length that validation estimated."""
+"""A sweep's table: its runs by the best acceptance length that validation estimated.
+
+Only estimates of one kind are ranked: records without `passes` are of runs whose validation took the mean over random
+anchors, which is higher, and count as none.
+"""
 
 import json
 from contextlib import suppress
@@ -50,7 +54,8 @@ def read_last_step(run_dir: Path) -> Record | None:
 
 
 def _row(run: SweepRun, outcome: Outcome) -> dict[str, Any]:
-    validations = [record for record in _read_log(Path(run.config.run_dir)) if record["kind"] == "validation"]
+    records = _read_log(Path(run.config.run_dir))
+    validations = [record for record in records if record["kind"] == "validation" and "passes" in record]
     best = max(validations, key=lambda record: record[RANKED_BY], default=None)
     return {
         "name": run.name,

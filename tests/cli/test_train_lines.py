@@ -18,7 +18,7 @@ from dflash_cli.train_lines import show_mix
 IN_EVERY_RECORD = {"micro_batches", "padding_efficiency", "mean_length", "max_length", "kl", "longest_run",
                    "buffer_fill", "ready"}  # fmt: skip
 
-OF_A_BUCKET = ("loss", "accuracy", "acceptance")
+OF_A_BUCKET = ("loss", "accuracy", "anchor_acceptance")
 
 
 def test_every_step_is_logged_whole_and_every_so_many_th_is_shown_with_how_it_was_mixed(dflash, project) -> None:
@@ -51,10 +51,10 @@ def test_the_line_of_a_step_is_the_one_written_by_hand() -> None:
 def record(step: int, **changes: object) -> dict:
     """A step's record as `take_step` and `Pace` make it."""
     batch = {"bucket_0_pct": 25.0, "bucket_1_pct": 75.0, "bucket_0_loss": None, "bucket_1_loss": 2.345,
-             "bucket_0_acceptance": None, "bucket_1_acceptance": 1.5}  # fmt: skip
+             "bucket_0_anchor_acceptance": None, "bucket_1_anchor_acceptance": 1.5}  # fmt: skip
     return {
         "kind": "train", "step": step, "num_steps": 4, "loss": 3.25, "position_accuracy": [0.51, 0.2],
-        "acceptance_estimate": 1.614, "learning_rate": 6e-4, "gradient_norm": 0.5, "noise": 0.0, "tokens": 10,
+        "anchor_acceptance": 1.614, "learning_rate": 6e-4, "gradient_norm": 0.5, "noise": 0.0, "tokens": 10,
         "blocks": 5, "seconds": 1.0, "wait": 1.0, "skipped": False, "tokens_per_second": 12_345.0,
         "samples_per_second": 40.26, "wait_share": 0.5, "seconds_left": 75.0, "memory_bytes": 1_500_000_000,
         "batch": batch,
@@ -79,19 +79,19 @@ def screen_of(written: str) -> list[str]:
 def test_a_terminal_has_a_row_every_few_steps_and_below_it_one_line_of_the_last_step() -> None:
     terminal = Console(file=io.StringIO(), force_terminal=True, width=200, highlight=False, markup=False)
     head = (
-        "step    loss  accepts       lr    norm  tokens/s  samples/s   wait     left    memory  noise  right by slot  "
-        "% by bucket  loss by bucket  accepts by bucket"
+        "step    loss  per anchor       lr    norm  tokens/s  samples/s   wait     left    memory  noise  "
+        "right by slot  % by bucket  loss by bucket  per anchor by bucket"
     )
     rows = [
-        f"   {step}   3.250    ~1.61  6.0e-04    0.50    12.3 k       40.3   50 %     1:15    1.5 GB  0.000        "
-        "51/20 %        25/75          –/2.35             –/1.50"
+        f"   {step}   3.250       ~1.61  6.0e-04    0.50    12.3 k       40.3   50 %     1:15    1.5 GB  0.000        "
+        "51/20 %        25/75          –/2.35                –/1.50"
         for step in (2, 4)
     ]
     with TrainConsole(log_every=2, shown_on=terminal) as shown:
         for step in (1, 2, 3, 4):
             shown(record(step))
             shown._line._live.refresh()
-            done = f"step {step}/4  1:15 left  loss 3.250  acceptance ~1.61"
+            done = f"step {step}/4  1:15 left  loss 3.250  anchor acceptance ~1.61"
             status = f"{done}  12.3 k tokens/s  wait 50 %  lr 6.0e-04  1.5 GB"
             table = [head, *rows[: step // 2]] if step > 1 else []
             assert screen_of(terminal.file.getvalue()) == [*table, status]
@@ -108,7 +108,7 @@ def test_a_narrow_terminal_has_the_columns_that_fit_whole_on_one_line(width) -> 
     head, *rows = screen_of(terminal.file.getvalue())
     assert [row.split()[:2] for row in rows] == [["1", "10.000"], ["2", "20.000"]]
     assert len(head) == len(rows[0]) <= width
-    assert head.split()[:4] == ["step", "loss", "accepts", "lr"]
+    assert head.split()[:5] == ["step", "loss", "per", "anchor", "lr"]
 
 
 def test_a_file_has_the_plain_line_and_nothing_that_steers_a_terminal(monkeypatch) -> None:
@@ -118,8 +118,18 @@ def test_a_file_has_the_plain_line_and_nothing_that_steers_a_terminal(monkeypatc
         for step in (1, 2, 3):
             shown(record(step))
     assert file.file.getvalue() == (
-        "step 2/4  loss 3.250  accuracy 51/20 %  acceptance ~1.61  lr 6.0e-04  norm 0.50  12,345 tokens/s  wait 50 %  "
-        "1.5 GB  1:15 left\n  how it was mixed\n"
+        "step 2/4  loss 3.250  accuracy 51/20 %  anchor acceptance ~1.61  lr 6.0e-04  norm 0.50  12,345 tokens/s  "
+        "wait 50 %  1.5 GB  1:15 left\n  how it was mixed\n"
+    )
+
+
+def test_a_validation_shows_what_random_anchors_and_what_decoding_would_accept() -> None:
+    file = Console(file=io.StringIO(), width=80, highlight=False, markup=False)
+    with TrainConsole(log_every=2, shown_on=file) as shown:
+        shown({"kind": "validation", "step": 100, "loss": 5.6734, "position_accuracy": [0.17, 0.07],
+               "anchor_acceptance": 1.7211, "acceptance_estimate": 1.3194})  # fmt: skip
+    assert file.file.getvalue() == (
+        "validation at step 100: loss 5.673, accuracy 17/7 %, anchor acceptance ~1.721, acceptance ~1.319\n"
     )
 
 

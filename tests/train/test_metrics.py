@@ -45,8 +45,8 @@ def test_the_figures_of_a_step_are_those_counted_by_hand() -> None:
     found = figures(FIRST, SECOND)
     assert found["loss"] == pytest.approx(9.0 / 6.0)
     # four blocks: streaks of 2, 1, 2 and 0 right drafts
-    assert found["acceptance_estimate"] == pytest.approx(1 + 5 / 4)
-    assert found["position_acceptance"] == pytest.approx([3 / 4, 2 / 4, 0 / 4])
+    assert found["anchor_acceptance"] == pytest.approx(1 + 5 / 4)
+    assert found["position_anchor_acceptance"] == pytest.approx([3 / 4, 2 / 4, 0 / 4])
     # `outcome`'s cross-entropies are 1 where supervised
     assert found["position_loss"] == pytest.approx([1.0, 1.0, 1.0])
     # right of supervised: 3 of 4 in the first slot, 2 of 3 in the second, 1 of 2 in the third
@@ -60,7 +60,7 @@ def test_a_micro_batch_counts_by_its_weights_and_slots_not_as_one_of_several() -
     found = figures(small, large)
     assert found["loss"] == pytest.approx(1.0)
     assert found["position_accuracy"] == pytest.approx([0.9, 1.0, 1.0])
-    assert found["acceptance_estimate"] == pytest.approx(1 + 27 / 10)
+    assert found["anchor_acceptance"] == pytest.approx(1 + 27 / 10)
 
 
 @st.composite
@@ -92,7 +92,7 @@ def test_micro_batches_one_after_another_give_the_figures_of_all_their_blocks_at
 
 
 @given(outcomes())
-def test_the_acceptance_estimate_is_the_mean_streak_of_right_drafts_and_the_targets_token(
+def test_the_anchor_acceptance_is_the_mean_streak_of_right_drafts_and_the_targets_token(
     losses: list[BlockLoss],
 ) -> None:
     streaks = []
@@ -100,7 +100,7 @@ def test_the_acceptance_estimate_is_the_mean_streak_of_right_drafts_and_the_targ
         for row in loss.correct_NK.tolist():
             streaks.append(row.index(False) if False in row else len(row))
     expected = 1 + sum(streaks) / len(streaks) if streaks else 1.0
-    assert figures(*losses)["acceptance_estimate"] == pytest.approx(expected)
+    assert figures(*losses)["anchor_acceptance"] == pytest.approx(expected)
 
 
 def test_a_step_without_supervision_has_finite_figures() -> None:
@@ -108,27 +108,27 @@ def test_a_step_without_supervision_has_finite_figures() -> None:
     empty = replace(nothing, correct_NK=nothing.correct_NK.bool(), mask_NK=nothing.mask_NK.bool())
     assert figures(empty) == {
         "loss": 0.0,
-        "acceptance_estimate": 1.0,
+        "anchor_acceptance": 1.0,
         "accuracy": 0.0,
         "position_accuracy": [0.0, 0.0, 0.0],
         "position_loss": [0.0, 0.0, 0.0],
-        "position_acceptance": [0.0, 0.0, 0.0],
+        "position_anchor_acceptance": [0.0, 0.0, 0.0],
         "blocks": 0,
     }
 
 
-def test_each_bucket_has_its_own_loss_accuracy_and_acceptance_and_none_without_supervision() -> None:
+def test_each_bucket_has_its_own_loss_accuracy_and_anchor_acceptance_and_none_without_supervision() -> None:
     found = gather_sums(FIRST, SECOND, FIRST, num_buckets=3).bucket_figures()
     assert found == {
         "bucket_0_loss": 6.0 / 4.0,
         "bucket_0_accuracy": 4 / 6,
-        "bucket_0_acceptance": 1 + 3 / 2,
+        "bucket_0_anchor_acceptance": 1 + 3 / 2,
         "bucket_1_loss": 3.0 / 2.0,
         "bucket_1_accuracy": 2 / 3,
-        "bucket_1_acceptance": 1 + 2 / 2,
+        "bucket_1_anchor_acceptance": 1 + 2 / 2,
         "bucket_2_loss": 6.0 / 4.0,
         "bucket_2_accuracy": 4 / 6,
-        "bucket_2_acceptance": 1 + 3 / 2,
+        "bucket_2_anchor_acceptance": 1 + 3 / 2,
     }
     assert gather_sums(FIRST).bucket_figures()["bucket_1_loss"] is None
     assert gather_sums(FIRST).bucket_figures()["bucket_1_accuracy"] is None

@@ -105,6 +105,12 @@ def test_one_two_and_four_ranks_have_the_same_loss_curves_and_records(configure)
         assert losses(one) == pytest.approx(losses(other), abs=1e-4)
         for record, twin in zip(read_log(one), read_log(other), strict=True):
             assert record["position_accuracy"] == pytest.approx(twin["position_accuracy"])
+            if record["kind"] == "validation":
+                assert (record["passes"], record["acceptance_estimate"]) == (
+                    twin["passes"],
+                    twin["acceptance_estimate"],
+                )
+                assert record["answer_acceptance_estimate"] == pytest.approx(twin["answer_acceptance_estimate"])
 
 
 def test_ranks_of_different_runs_are_refused_with_the_difference(configure) -> None:

@@ -26,6 +26,8 @@ def assert_alike(one, other) -> None:
         assert record["loss"] == pytest.approx(twin["loss"], abs=1e-4)
         if record["kind"] == "train":
             assert record["gradient_norm"] == pytest.approx(twin["gradient_norm"], rel=1e-3)
+        else:
+            assert (record["passes"], record["acceptance_estimate"]) == (twin["passes"], twin["acceptance_estimate"])
     (step, tensors), (other_step, others) = final_state(one), final_state(other)
     assert step == other_step
     assert tensors.keys() == others.keys()

@@ -178,6 +178,21 @@ def test_the_table_ranks_by_the_best_validation(make_sweep, tmp_path) -> None:
     ]
 
 
+def test_only_validations_that_walked_are_ranked(make_sweep) -> None:
+    """Records of before had the mean over random anchors under the same name, which is higher."""
+    sweep = make_sweep("old", grid={"train.seed": [0, 1, 2]})
+    walked = {"kind": "validation", "loss": 2.0, "position_accuracy": [0.5], "acceptance_estimate": 1.25, "passes": 8}
+    old = {name: value for name, value in walked.items() if name != "passes"} | {"acceptance_estimate": 1.75}
+    logs = [[old | {"step": 2}], [old | {"step": 2}, walked | {"step": 4}], [walked | {"step": 2}]]
+    for run, records in zip(sweep.runs, logs, strict=True):
+        with JsonLines(Path(run.config.run_dir) / "log.jsonl") as log:
+            for record in records:
+                log(record)
+    rows = tabulate(sweep, {run.name: Outcome("complete") for run in sweep.runs})
+    found = [(row["name"], row["step"], row["acceptance_estimate"]) for row in rows]
+    assert found == [("seed=1", 4, 1.25), ("seed=2", 2, 1.25), ("seed=0", None, None)]
+
+
 def test_the_last_step_is_found_at_the_end_of_a_log_that_a_kill_may_have_cut(tmp_path) -> None:
     assert read_last_step(tmp_path) is None
     steps = [{"kind": "train", "step": step, "filling": "x" * 5000} for step in range(1, 60)]
