@@ -261,7 +261,7 @@ class TrainSettings(Settings):
     warmup_share: Share = Field(0.04, description="share of the steps over which the rate rises to learning_rate")
     decay_share: Share = Field(0.2, description="wsd: share of the steps, at the end, over which the rate falls")
     final_learning_rate_share: Share = Field(
-        0.0, description="cosine and wsd end at this share of learning_rate, constant takes no notice"
+        0.0, description="cosine and wsd get to this share of learning_rate one step after the last; not of constant"
     )
     clip_norm: PositiveFloat = Field(1.0, description="of the step's whole gradient; its norm before is in the log")
     max_skipped: PositiveInt = Field(
