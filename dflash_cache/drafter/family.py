@@ -87,8 +87,16 @@ def norm_eps_of(target: PretrainedConfig) -> float:
 def intermediate_size_of(target: PretrainedConfig) -> int:
     """Width of the target's dense MLPs, the widest where layers differ; four times the hidden size if it names none."""
     names = ("intermediate_size", "ffn_hidden_size")
-    found = next((value for name in names if (value := getattr(target, name, None))), 4 * target.hidden_size)
-    return max(found) if isinstance(found, list | tuple) else int(found)
+    widths = []
+    for layer in layer_configs(target):
+        found = next((value for name in names if (value := getattr(layer, name, None))), 4 * target.hidden_size)
+        widths.append(max(found) if isinstance(found, list | tuple) else int(found))
+    return max(widths)
+
+
+def layer_configs(target: PretrainedConfig) -> list[PretrainedConfig]:
+    """The configs to read a layer's sizes from: the target's own, or each layer's where they differ (Gemma 4)."""
+    return list(target.per_layer_config) if getattr(target, "is_heterogeneous", False) else [target]
 
 
 def rope_parameters_of(target: PretrainedConfig) -> dict[str, object]:

@@ -14,6 +14,7 @@ from dflash_cache.config.settings import DrafterSettings
 from dflash_cache.drafter.family import (
     embedding_scale_of,
     intermediate_size_of,
+    layer_configs,
     norm_eps_of,
     rope_parameters_of,
     rope_theta_of,
@@ -140,12 +141,14 @@ def checked_layer_types(settings: DrafterSettings) -> tuple[str, ...]:
 def choose_heads(target: PretrainedConfig, settings: DrafterSettings) -> tuple[int, int, int]:
     """Attention heads, key-value heads and head size: the settings', else the target's, or those that servers take.
 
-    A target whose head size they refuse gets 32 heads of 128 with 8 key-value heads (FIELD.md, "The drafter").
+    Of a target whose layers differ they are the first layer's. A target whose head size servers refuse gets 32 heads of
+    128 with 8 key-value heads (FIELD.md, "The drafter").
     """
     given = (settings.num_attention_heads, settings.num_key_value_heads, settings.head_dim)
-    num_heads = target.num_attention_heads
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // num_heads
-    own = (num_heads, getattr(target, "num_key_value_heads", None) or num_heads, head_dim)
+    layer = layer_configs(target)[0]
+    num_heads = layer.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or target.hidden_size // num_heads
+    own = (num_heads, getattr(layer, "num_key_value_heads", None) or num_heads, head_dim)
     if settings.head_dim is None and head_dim > SERVED_HEAD_SIZES[0] and head_dim not in SERVED_HEAD_SIZES:
         own = SERVED_HEADS
     num_heads, num_kv_heads, head_dim = (one or other for one, other in zip(given, own, strict=True))

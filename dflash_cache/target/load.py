@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -56,7 +57,20 @@ class Target:
     fingerprint: str
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """What the first decoder layer is given for ids (…): embeddings (…, H), scaled as the family does."""
+        """What a drafter is given for ids (…): rows of the embedding (…, H), scaled as the family does.
+
+        As training reads them from the files (`frozen`), and servers: what else a target makes of the rows before its
+        first layer (Muse Glimmer norms them) is not the drafter's.
+        """
+        module, scale = self.model.get_input_embeddings(), embedding_scale_of(self.config)
+        if type(module) is nn.Embedding or (scale != 1.0 and hasattr(module, "embed_scale")):
+            return self.embed_as_target(token_ids)
+        rows = F.embedding(token_ids, module.weight)  # type: ignore[arg-type]  # a kind of nn.Embedding
+        factor = embedding_factor(self.config, scale, rows.dtype)
+        return rows if factor == 1.0 else rows * factor
+
+    def embed_as_target(self, token_ids: Tensor) -> Tensor:
+        """What the target's own first layer is given for ids (…)."""
         module: nn.Module = self.model.get_input_embeddings()
         embedded: Tensor = module(token_ids)
         if hasattr(module, "embed_scale"):  # it has multiplied already
@@ -156,7 +170,7 @@ def check_surroundings(target: Target) -> None:
         for hook in hooks:
             hook.remove()
     pairs = {
-        "what its first layer is given is not its embeddings": (target.embed(ids_1T), seen["embedded"]),
+        "what its first layer is given is not its embeddings": (target.embed_as_target(ids_1T), seen["embedded"]),
         "its logits are not its head's": (target.read_logits(seen["normed"]), own),
     }
     for what, (ours, theirs) in pairs.items():

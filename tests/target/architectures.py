@@ -77,7 +77,9 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "olmo2": lambda: t.Olmo2Config(**GROUPED),
     "olmo3": lambda: t.Olmo3Config(**GROUPED, sliding_window=8, layer_types=ALTERNATING),
     "granite": lambda: t.GraniteConfig(**GROUPED, embedding_multiplier=12.3, logits_scaling=8.0),
-    "granite-moe": lambda: t.GraniteMoeConfig(**GROUPED, num_local_experts=4, embedding_multiplier=12.0),
+    "granite-moe": lambda: t.GraniteMoeConfig(
+        **GROUPED, num_local_experts=4, embedding_multiplier=12.0, logits_scaling=6.0
+    ),
     "falcon": lambda: t.FalconConfig(
         **{key: value for key, value in COMMON.items() if key != "intermediate_size"}, new_decoder_architecture=False
     ),
@@ -120,6 +122,63 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         vision_config=t.CLIPVisionConfig(**VISION, image_size=32, patch_size=16),
         image_token_index=127,
     ),
+}
+# What stands before their layers and behind their heads is combined in other ways: a factor and a cap, states divided
+# before the head, a factor where Granite has a divisor, embeddings that the target norms and its drafter does not.
+MORE_FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "muse-glimmer": lambda: t.MuseGlimmerConfig(text_config=HEADS, vision_config=dict(VISION)),
+    "gemma4": lambda: t.Gemma4TextConfig(**HEADS, sliding_window=8, final_logit_softcapping=5.0),
+    "vaultgemma": lambda: t.VaultGemmaConfig(
+        **HEADS, sliding_window=8, layer_types=ALTERNATING, final_logit_softcapping=4.0
+    ),
+    "minicpm3": lambda: t.MiniCPM3Config(**COMMON, **LATENT, num_key_value_heads=4, scale_emb=3.3, dim_model_base=8),
+    "hyperclovax": lambda: t.HyperCLOVAXConfig(**GROUPED, embedding_multiplier=2.0, logits_scaling=0.125),
+    "afmoe": lambda: t.AfmoeConfig(**HEADS, mup_enabled=True),
+    "cohere2-moe": lambda: t.Cohere2MoeConfig(**HEADS, logit_scale=0.0625),
+}
+# Whose exports are compared with z-lab's package (`test_exported_families`), and what it must be told to apply.
+EXPORTED = FAMILIES | MORE_FAMILIES
+EMBEDDING_SCALE, LOGIT_SCALE, SOFTCAP = "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
+APPLIED: dict[str, set[str]] = {
+    "gemma": {EMBEDDING_SCALE},
+    "gemma2": {EMBEDDING_SCALE, SOFTCAP},
+    "gemma3-text": {EMBEDDING_SCALE},
+    "gemma3": {EMBEDDING_SCALE},
+    "granite": {EMBEDDING_SCALE, LOGIT_SCALE},
+    "granite-moe": {EMBEDDING_SCALE, LOGIT_SCALE},
+    "falcon-h1": {EMBEDDING_SCALE, LOGIT_SCALE},
+    "cohere": {LOGIT_SCALE},
+    "cohere2": {LOGIT_SCALE},
+    "muse-glimmer": {LOGIT_SCALE, SOFTCAP},
+    "gemma4": {EMBEDDING_SCALE, SOFTCAP},
+    "vaultgemma": {EMBEDDING_SCALE, SOFTCAP},
+    "minicpm3": {EMBEDDING_SCALE, LOGIT_SCALE},
+    "hyperclovax": {EMBEDDING_SCALE, LOGIT_SCALE},
+    "afmoe": {EMBEDDING_SCALE},
+    "cohere2-moe": {LOGIT_SCALE},
+}
+# Whom speculators' format refuses, by what its sentence says; it takes all others.
+REFUSED_BY_SPECULATORS: dict[str, str] = {
+    "gemma": "this drafter's target does (by 5.65685)",
+    "gemma2": "this drafter's target does (by 5.65685)",
+    "gemma3-text": "this drafter's target does (by 5.65685)",
+    "gemma3": "this drafter's target does (by 5.65685)",
+    "granite": "this drafter's target does (by 12.3)",
+    "granite-moe": "this drafter's target does (by 12)",
+    "falcon-h1": "this drafter's target does (by 5.6)",
+    "cohere": "the head of this drafter's target multiplies by 0.0625",
+    "cohere2": "the head of this drafter's target multiplies by 0.25",
+    "phi": "the head of this drafter's target adds a bias",
+    "phimoe": "the head of this drafter's target adds a bias",
+    "gpt-neox": "has them as gpt_neox.embed_in.weight and ",
+    "falcon": "has them as transformer.word_embeddings.weight and ",
+    "muse-glimmer": "the head of this drafter's target multiplies by 0.196116 and caps at 20",
+    "gemma4": "this drafter's target does (by 5.65685)",
+    "vaultgemma": "this drafter's target does (by 5.65685)",
+    "minicpm3": "this drafter's target does (by 3.3)",
+    "hyperclovax": "this drafter's target does (by 2)",
+    "afmoe": "this drafter's target does (by 5.65685)",
+    "cohere2-moe": "the head of this drafter's target multiplies by 0.0625",
 }
 # Not one forward, so not one cache: learned or no positions, states beside the tokens', an encoder.
 REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {

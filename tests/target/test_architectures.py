@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NUM_LAYERS, save_tokenizer
-from target.architectures import FAMILIES, REFUSED
+from target.architectures import EXPORTED, REFUSED
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
@@ -38,7 +38,10 @@ def save_model(config: PretrainedConfig, folder: Path) -> Path:
         auto_class = AutoModelForImageTextToText
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        auto_class.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        model = auto_class.from_config(config, dtype=torch.float32)
+        if (bias := model.get_output_embeddings().bias) is not None:  # made of zeros, which nobody would miss
+            torch.nn.init.normal_(bias)
+        model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
@@ -58,7 +61,7 @@ class Built:
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
     @cache
     def load(family: str) -> Built:
-        folder = save_model(FAMILIES[family](), tmp_path_factory.mktemp(family))
+        folder = save_model(EXPORTED[family](), tmp_path_factory.mktemp(family))
         settings = TargetSettings(
             model=str(folder), dtype="float32", device="cpu", layer_ids=LAYER_IDS, store_last_hidden=True
         )
@@ -70,7 +73,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
     return load
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=list(EXPORTED))
 def built(request: pytest.FixtureRequest, build: Callable[[str], Built]) -> Built:
     return build(request.param)
 
@@ -128,8 +131,11 @@ def test_embedding_and_logits_read_from_the_files_are_the_models_own(built: Buil
     with torch.no_grad():
         own = built.target.model(input_ids=ids_ST, use_cache=False).logits[0]
     hook.remove()
-    assert torch.equal(built.frozen.embed(ids_ST), seen[0])
-    assert torch.equal(built.target.embed(ids_ST), seen[0])
+    embedded = built.frozen.embed(ids_ST)
+    assert torch.equal(built.target.embed(ids_ST), embedded)
+    assert torch.equal(built.target.embed_as_target(ids_ST), seen[0])
+    norms_rows = built.target.config.model_type == "muse_glimmer_text"  # its own, and not its drafters'
+    assert torch.equal(embedded, seen[0]) != norms_rows
     teacher, found = load_teacher(built.files, torch.float32, CPU), torch.empty_like(own)
     last_TH = captured(built)[0, :, -1]
     built.frozen.head.fill_logits(teacher.normalize(last_TH), found, found)
@@ -179,7 +185,7 @@ def test_a_family_that_no_drafter_fits_is_refused_before_its_weights_are_read(fa
 
 
 def test_a_model_that_computes_more_around_its_layers_is_refused(tmp_path: Path, monkeypatch) -> None:
-    folder = save_model(FAMILIES["granite"](), tmp_path / "granite")
+    folder = save_model(EXPORTED["granite"](), tmp_path / "granite")
     settings = TargetSettings(model=str(folder), dtype="float32", device="cpu", layer_ids=(0,))
     refusals = []
     for key in ("EMBEDDING_FACTORS", "LOGIT_FACTORS"):  # as if we did not know them
