@@ -31,6 +31,8 @@ def register(app: typer.Typer) -> None:
         from dflash_cache.decode.fit import check_target
         from dflash_cache.drafter.export import DTYPES, export_zlab
         from dflash_cache.drafter.export_speculators import export_speculators
+        from dflash_cache.drafter.shape import take_surroundings
+        from dflash_cache.drafter.weights import TargetFiles
         from dflash_cache.errors import ConfigError
         from dflash_cli.evaluate import open_drafter
 
@@ -41,9 +43,10 @@ def register(app: typer.Typer) -> None:
             raise ConfigError(f"--format {form} is not one of zlab, speculators.")
         settings = load_config(config, overrides or [])
         drafter = open_drafter(settings, checkpoint)
+        check_target(drafter, settings.target, other_target)  # whose factors or whose name will be written
+        drafter.shape = take_surroundings(drafter.shape, TargetFiles(settings.target).load_config())
         if form == "zlab":
             export_zlab(drafter, out, known)
         else:
-            check_target(drafter, settings.target, other_target)  # which this format names
             export_speculators(drafter, settings.target, out, known)
         console.print(f"The drafter {out} is ready.")

@@ -5,6 +5,7 @@ from transformers import PretrainedConfig
 from dflash_cache.config.settings import TargetSettings
 from dflash_cache.data.templates import tokenizer_fingerprint
 from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.shape import find_contradictions, take_surroundings
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import RunError
 from dflash_cache.target.load import load_tokenizer
@@ -37,7 +38,8 @@ def check_target(drafter: Drafter, settings: TargetSettings, takes_other: bool =
 def check_fits(drafter: Drafter, config: PretrainedConfig, fingerprint: str) -> None:
     """Raise RunError unless the drafter has the hidden size, layers and vocabulary of a target, or is this one's own.
 
-    Its own may have another vocabulary: `drafter.vocab_size`.
+    Its own may have another vocabulary: `drafter.vocab_size`. A published one that names factors of embeddings or
+    logits, or a cap, must name the target's: decoding applies the target's, and a server would apply the named ones.
     """
     shape, trained_for = drafter.shape, drafter.trained_for
     if trained_for is not None and trained_for.weights_fingerprint == fingerprint:
@@ -47,6 +49,8 @@ def check_fits(drafter: Drafter, config: PretrainedConfig, fingerprint: str) -> 
         "layers": (shape.target_num_layers, config.num_hidden_layers),
         "vocabulary": (shape.vocab_size, config.vocab_size),
     }
+    own = take_surroundings(shape, config)
+    figures |= {name: (getattr(shape, name), getattr(own, name)) for name in find_contradictions(shape, own)}
     different = [f"{name} {was}, not {now}" for name, (was, now) in figures.items() if was != now]
     if different:
         raise RunError(

@@ -6,6 +6,7 @@ is announced. Tensors and keys: FIELD.md, "The drafter".
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,8 @@ DTYPES: dict[Dtype, torch.dtype] = {
 }
 
 TRAINED_FOR = "trained_for"
+# What z-lab's package applies around a drafter: to the target's embeddings, to the logits of its head, then a cap.
+EMBEDDING_SCALE, LOGIT_SCALE, SOFTCAP = "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
 
 
 def export_zlab(drafter: Drafter, out: Path, dtype: Dtype) -> None:
@@ -122,14 +125,23 @@ def expected_tensors(shape: DrafterShape) -> dict[str, tuple[int, ...]]:
 
 
 def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
-    """config.json of a published drafter: a Qwen3 config with DFlash's own keys."""
+    """config.json of a published drafter: a Qwen3 config with DFlash's own keys.
+
+    z-lab's package takes rows of the target's embedding and what the target's head gives, bias included, and applies
+    the factors and the cap named here, in this order. It does not round the embedding's factor to the dtype, as Gemma
+    does: in bfloat16 that is lost in the rounding of the product.
+    """
     own: dict[str, Any] = {
         "block_size": shape.block_size,
         "mask_token_id": shape.mask_token_id,
         "target_layer_ids": list(shape.target_layer_ids),
     }
     if shape.embedding_scale != 1.0:
-        own["input_embedding_scale"] = shape.embedding_scale
+        own[EMBEDDING_SCALE] = shape.embedding_scale
+    if shape.logit_scale != 1.0:
+        own[LOGIT_SCALE] = shape.logit_scale
+    if shape.softcap is not None:
+        own[SOFTCAP] = shape.softcap
     scaling = shape.rope_scaling or {"rope_type": "default"}
     return {
         "architectures": ["DFlashDraftModel"],
@@ -146,6 +158,7 @@ def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
         "initializer_range": shape.initializer_range,
         "intermediate_size": shape.intermediate_size,
         "layer_types": list(shape.layer_types) or [FULL] * shape.num_layers,
+        **({"logit_scale": shape.logit_scale} if shape.logit_scale != 1.0 else {}),  # where vLLM reads it
         "max_position_embeddings": shape.max_position_embeddings,
         "num_attention_heads": shape.num_attention_heads,
         "num_hidden_layers": shape.num_layers,
@@ -166,6 +179,7 @@ def zlab_config(shape: DrafterShape, dtype: Dtype) -> dict[str, Any]:
 def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
     """The shape behind a published config.json, older (top-level `block_size`) or newer (inside `dflash_config`).
 
+    Factors and cap are looked up as z-lab's package does: in `dflash_config`, else at the top; a cap of 0 is none.
     Raises ValueError for what `Drafter` does not compute, KeyError for a missing key.
     """
     if "dflash_config" not in config:
@@ -173,6 +187,8 @@ def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
         other = " (it is in speculators' format, which is written and not read)" if is_other else ""
         raise ValueError(f"config.json lacks the dflash_config of z-lab's format{other}")
     own = config["dflash_config"]
+    scales = {key: float(own.get(key, config.get(key, 1.0))) for key in (EMBEDDING_SCALE, LOGIT_SCALE)}
+    softcap = own.get(SOFTCAP, config.get(SOFTCAP)) or 0.0
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     scaling = carried_scaling(rope, config["max_position_embeddings"])
@@ -191,6 +207,7 @@ def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
         "use_swa": bool(own.get("use_swa")),
         "attention_bias": bool(config.get("attention_bias")),
         f"hidden_act {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
+        **{f"{key} {value:g}": not 0 < value < math.inf for key, value in scales.items()},
     }
     if found := [name for name, is_so in unlike.items() if is_so]:
         raise ValueError(f"drafters with {' and '.join(found)} are not supported")
@@ -209,7 +226,9 @@ def shape_from_zlab(config: dict[str, Any]) -> DrafterShape:
         mask_token_id=own["mask_token_id"],
         target_layer_ids=tuple(own["target_layer_ids"]),
         target_num_layers=config["num_target_layers"],
-        embedding_scale=float(own.get("input_embedding_scale", 1.0)),
+        embedding_scale=scales[EMBEDDING_SCALE],
+        logit_scale=scales[LOGIT_SCALE],
+        softcap=float(softcap) if softcap > 0 else None,
         initializer_range=config.get("initializer_range", 0.02),
         rope_scaling=scaling,
         layer_types=types if slides else (),

@@ -1,8 +1,9 @@
 """A drafter as vLLM's speculators library saves its DFlash models, so that it and `vllm serve FOLDER` load it.
 
 The tensors are z-lab's; embedding and head are read from the target, which the config names. The library counts
-captured layers from 1 (index of transformers' `hidden_states`), takes the target's last layer for granted instead of
-listing it, and scales no embeddings: a drafter that needs either is refused. Keys and names: speculators 0.9.0,
+captured layers from 1 (index of transformers' `hidden_states`) and takes the target's last layer for granted instead of
+listing it. It reads one matrix for the embedding and one for the head, by their names, and applies no factor, cap or
+bias. A drafter that needs more is refused. Keys and names: speculators 0.9.0, `model.py`, `utils/loading.py`,
 `models/dflash/config.py`, `models/dflash/core.py` and `convert/dflash/converter.py`.
 
 `sliding_window_non_causal` means sliding layers there, but vLLM takes its negation for all layers (pulls 47745, 56692):
@@ -18,19 +19,22 @@ from torch import Tensor
 from dflash_cache.config.dtypes import Dtype
 from dflash_cache.config.settings import TargetSettings
 from dflash_cache.drafter.export import check_tensors, expected_tensors, write_export, zlab_config
+from dflash_cache.drafter.family import logit_scale_of, softcap_of
+from dflash_cache.drafter.frozen import find_names
 from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import DrafterShape
 from dflash_cache.drafter.weights import TargetFiles
 from dflash_cache.errors import RunError
 
 SPECULATORS_VERSION = "0.9.0"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # how the library's names of them end
 # Keys of z-lab's config.json that are not the draft layers' own; speculators has others for them.
 ZLAB_ONLY = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers")
 
 
 def export_speculators(drafter: Drafter, target: TargetSettings, out: Path, dtype: Dtype) -> None:
     """Write the drafter's folder `out`; nothing may stand there. Raises RunError or TargetError."""
-    shape = drafter.shape
+    shape, files = drafter.shape, TargetFiles(target)
     if shape.target_layer_ids[-1] == shape.target_num_layers - 1:
         raise RunError(
             f"speculators' format cannot name the target's last layer ({shape.target_layer_ids[-1]}), which this "
@@ -41,12 +45,14 @@ def export_speculators(drafter: Drafter, target: TargetSettings, out: Path, dtyp
             f"speculators does not scale embeddings, and this drafter's target does (by {shape.embedding_scale:.6g}): "
             "export it with --format zlab."
         )
+    _check_names(files)
+    _check_head(files)
     if len(set(shape.layer_types)) > 1:
         raise RunError(
             "vLLM takes all layers of speculators' format for causal if one is, and this drafter has sliding layers "
             "beside full ones: export it with --format zlab, which it serves as well."
         )
-    config = speculators_config(shape, dtype, _name_target(target), TargetFiles(target).architectures)
+    config = speculators_config(shape, dtype, _name_target(target), files.architectures)
 
     def read_back(folder: Path) -> dict[str, Tensor]:
         found = load_file(folder / "model.safetensors")
@@ -88,6 +94,32 @@ def speculators_config(
         "tie_word_embeddings": False,
         "transformer_layer_config": layers,
     }
+
+
+def _check_names(files: TargetFiles) -> None:
+    """Raise RunError unless the library finds the target's embedding and head."""
+    names = find_names(files)
+    if not names.embedding.endswith(EMBEDDING) or (names.head != names.embedding and not names.head.endswith(HEAD)):
+        raise RunError(
+            f"speculators looks for a target's embedding and head under names that end in {EMBEDDING} and {HEAD}, and "
+            f"this drafter's target has them as {names.embedding} and {names.head}: export it with --format zlab."
+        )
+
+
+def _check_head(files: TargetFiles) -> None:
+    """Raise RunError unless the target's logits are its normalised states times a matrix, and nothing else."""
+    config = files.load_config()
+    scale, softcap, bias = logit_scale_of(config), softcap_of(config), find_names(files).bias
+    more = {
+        "adds a bias": bias is not None,
+        f"multiplies by {scale:.6g}": scale != 1.0,
+        f"caps at {softcap or 0:.6g}": softcap is not None,
+    }
+    if found := [name for name, is_so in more.items() if is_so]:
+        raise RunError(
+            "speculators takes a target's logits for its states times a matrix, and the head of this drafter's target "
+            f"{' and '.join(found)}: export it with --format zlab."
+        )
 
 
 def _name_target(target: TargetSettings) -> str:

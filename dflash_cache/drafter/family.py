@@ -60,22 +60,17 @@ def logit_scale_of(target: PretrainedConfig) -> float:
     """What the target multiplies the head's product by, usually 1."""
     scale = 1.0
     for name, sign in LOGIT_FACTORS.items():
-        value = getattr(target, name, None)
-        if value is None:
+        if getattr(target, name, None) is None:
             continue
-        if not isinstance(value, int | float) or value <= 0:
-            raise TargetError(
-                f"The target ({target.model_type}) has {name} = {value}, and a drafter's logits need a positive number "
-                "there: use another target."
-            )
-        scale *= float(value) if sign > 0 or target.model_type in MULTIPLIES else 1.0 / float(value)
+        value = _positive(target, name)
+        scale *= value if sign > 0 or target.model_type in MULTIPLIES else 1.0 / value
     return scale
 
 
 def softcap_of(target: PretrainedConfig) -> float | None:
     """c of the target's logits c · tanh(z / c), None if they are not capped."""
-    value = next((value for name in SOFTCAPS if (value := getattr(target, name, None)) is not None), None)
-    return None if value is None else float(value)
+    name = next((name for name in SOFTCAPS if getattr(target, name, None) is not None), None)
+    return None if name is None else _positive(target, name)
 
 
 def norm_eps_of(target: PretrainedConfig) -> float:
@@ -115,6 +110,17 @@ def rope_theta_of(target: PretrainedConfig) -> float:
             "positions; use another target."
         )
     return float(theta)  # type: ignore[arg-type]  # a number, as transformers checks
+
+
+def _positive(target: PretrainedConfig, name: str) -> float:
+    """The number of that name. Raises TargetError if it is none, or not above 0."""
+    value = getattr(target, name)
+    if not isinstance(value, int | float) or value <= 0:
+        raise TargetError(
+            f"The target ({target.model_type}) has {name} = {value}, and a drafter's logits need a positive number "
+            "there: use another target."
+        )
+    return float(value)
 
 
 def _is_gemma(target: PretrainedConfig) -> bool:

@@ -30,6 +30,15 @@ HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weig
 
 
 @dataclass(frozen=True)
+class FrozenNames:
+    """What the tensors are called in the target's files; a tied head has the embedding's name; bias: the head's."""
+
+    embedding: str
+    head: str
+    bias: str | None
+
+
+@dataclass(frozen=True)
 class FrozenTarget:
     """embedding_VH and the head's matrix in one dtype on one device; equal tensors if the target ties them.
 
@@ -76,16 +85,22 @@ class FrozenTarget:
 
 def load_frozen(files: TargetFiles, embedding_scale: float, dtype: torch.dtype, device: torch.device) -> FrozenTarget:
     """Read embedding and head. Raises TargetError if either cannot be found, or the head is of no known form."""
-    config = files.load_config()
-    embedding_name = _only(files, EMBEDDING_NAMES, "embedding")
+    config, names = files.load_config(), find_names(files)
+    wanted = dict.fromkeys(name for name in (names.embedding, names.head, names.bias) if name is not None)
+    tensors = {name: tensor.to(device, dtype) for name, tensor in files.read(wanted).items()}
+    bias_V = None if names.bias is None else tensors[names.bias]
+    head = Head(tensors[names.head], bias_V, logit_scale_of(config), softcap_of(config))
+    return FrozenTarget(tensors[names.embedding], head, embedding_factor(config, embedding_scale, dtype))
+
+
+def find_names(files: TargetFiles) -> FrozenNames:
+    """The names of embedding and head. Raises TargetError if either cannot be found."""
+    embedding = _only(files, EMBEDDING_NAMES, "embedding")
     # A head in the files is the one that transformers uses, whatever the config says about tying.
     has_head = any(name in files.names for name in HEAD_NAMES)
-    head_name = _only(files, HEAD_NAMES, "head") if has_head else embedding_name
-    bias_name = f"{head_name.removesuffix('.weight')}.bias"
-    wanted = dict.fromkeys((embedding_name, head_name, *({bias_name} & files.names)))
-    tensors = {name: tensor.to(device, dtype) for name, tensor in files.read(wanted).items()}
-    head = Head(tensors[head_name], tensors.get(bias_name), logit_scale_of(config), softcap_of(config))
-    return FrozenTarget(tensors[embedding_name], head, embedding_factor(config, embedding_scale, dtype))
+    head = _only(files, HEAD_NAMES, "head") if has_head else embedding
+    bias = f"{head.removesuffix('.weight')}.bias"
+    return FrozenNames(embedding, head, bias if bias in files.names else None)
 
 
 def _only(files: TargetFiles, names: tuple[str, ...], what: str) -> str:

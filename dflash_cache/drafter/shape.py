@@ -4,8 +4,9 @@ It is derived from the target's configuration once, stored in each checkpoint, a
 captured layers are always written out (ids of decoder layers, counted from 0, outputs before any final norm).
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -15,9 +16,11 @@ from dflash_cache.drafter.family import (
     embedding_scale_of,
     intermediate_size_of,
     layer_configs,
+    logit_scale_of,
     norm_eps_of,
     rope_parameters_of,
     rope_theta_of,
+    softcap_of,
 )
 from dflash_cache.drafter.rope import Scaling, carried_scaling
 from dflash_cache.errors import ConfigError
@@ -26,7 +29,11 @@ from dflash_cache.errors import ConfigError
 SERVED_HEAD_SIZES = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 SERVED_HEADS = (32, 8, 128)
 FULL, SLIDING = "full_attention", "sliding_attention"
-_LATER = ("rope_scaling", "layer_types", "sliding_window")
+# What a target does around any drafter of it, which its files decide and no setting does.
+OF_LOGITS = ("logit_scale", "softcap")
+SURROUNDINGS = ("embedding_scale", *OF_LOGITS)
+_LATER = ("rope_scaling", "layer_types", "sliding_window", *OF_LOGITS)
+_ROUNDING = 2**-8  # of bfloat16: published factors may be so rounded
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class DrafterShape:
     rope_scaling: Scaling | None = None
     layer_types: tuple[str, ...] = ()  # empty where all have full attention
     sliding_window: int | None = None
+    logit_scale: float = 1.0  # of the target's head (`head`), and its cap; 1 and None in what was written before
+    softcap: float | None = None
 
     def window_of(self, layer: int) -> int | None:
         """The layer's sliding window, None where its attention is full."""
@@ -59,7 +68,8 @@ class DrafterShape:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as stored in checkpoints; what came later only where it is set, as before it came."""
-        return {name: value for name, value in asdict(self).items() if name not in _LATER or value not in (None, ())}
+        unset = {entry.name: entry.default for entry in fields(self) if entry.name in _LATER}
+        return {name: value for name, value in asdict(self).items() if name not in unset or value != unset[name]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DrafterShape":
@@ -94,7 +104,7 @@ def shape_from_target(
             f"set drafter.num_attention_heads or drafter.num_key_value_heads."
         )
     layer_types = checked_layer_types(settings)
-    return DrafterShape(
+    shape = DrafterShape(
         hidden_size=target.hidden_size,
         num_layers=settings.num_layers,
         num_attention_heads=num_heads,
@@ -109,13 +119,38 @@ def shape_from_target(
         mask_token_id=mask_token_id,
         target_layer_ids=tuple(layer_ids),
         target_num_layers=target.num_hidden_layers,
-        embedding_scale=embedding_scale_of(target),
         rope_scaling=carried_scaling(rope_parameters_of(target), target.max_position_embeddings)
         if settings.rope_scaling == "target"
         else None,
         layer_types=layer_types,
         sliding_window=settings.sliding_window,
     )
+    return take_surroundings(shape, target)
+
+
+def take_surroundings(shape: DrafterShape, target: PretrainedConfig) -> DrafterShape:
+    """The shape with the target's own factors and cap, which drafters written before they were recorded lack."""
+    return replace(
+        shape,
+        embedding_scale=embedding_scale_of(target),
+        logit_scale=logit_scale_of(target),
+        softcap=softcap_of(target),
+    )
+
+
+def find_contradictions(shape: DrafterShape, target: DrafterShape) -> list[str]:
+    """Which of SURROUNDINGS a drafter's shape names otherwise than its target has them, but for rounding.
+
+    One that names no factor of the logits, or no cap, says nothing of it: earlier ones never did.
+    """
+    found = []
+    for name in SURROUNDINGS:
+        said, own = getattr(shape, name), getattr(target, name)
+        if name in OF_LOGITS and said in (1.0, None):
+            continue
+        if own is None or not math.isclose(said, own, rel_tol=_ROUNDING):
+            found.append(name)
+    return found
 
 
 def checked_layer_types(settings: DrafterSettings) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from xxhash import xxh3_64
 
 from dflash_cache.config.settings import DrafterSettings
 from dflash_cache.drafter.model import Drafter
+from dflash_cache.drafter.shape import SURROUNDINGS, find_contradictions
 from dflash_cache.errors import ConfigError
 from dflash_cache.train.checkpoint import differences, load_drafter
 
@@ -38,9 +39,9 @@ def keep_mask_token(settings: DrafterSettings, earlier: Drafter | None) -> Draft
 
 def start_from(drafter: Drafter, earlier: Drafter, path: str) -> None:
     """Copy the earlier drafter's weights, in float32. Raises ConfigError if it is of another shape or target."""
+    free = {*_MAY_DIFFER, *SURROUNDINGS} - {*find_contradictions(earlier.shape, drafter.shape)}
     there, here = (
-        {name: value for name, value in each.shape.to_dict().items() if name not in _MAY_DIFFER}
-        for each in (earlier, drafter)
+        {name: value for name, value in vars(each.shape).items() if name not in free} for each in (earlier, drafter)
     )
     if different := differences(there, here, "there", "here"):
         raise ConfigError(

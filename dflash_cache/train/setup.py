@@ -34,7 +34,7 @@ from dflash_cache.drafter.device import resolve_device
 from dflash_cache.drafter.frozen import FrozenTarget, load_frozen
 from dflash_cache.drafter.mask_token import check_unused, choose_mask_token
 from dflash_cache.drafter.model import Drafter
-from dflash_cache.drafter.shape import shape_from_target
+from dflash_cache.drafter.shape import OF_LOGITS, shape_from_target
 from dflash_cache.drafter.start import start_drafter
 from dflash_cache.drafter.teacher import load_teacher
 from dflash_cache.drafter.trained_for import target_of_cache
@@ -311,7 +311,8 @@ def identify(run: TrainingRun, init: str) -> dict[str, Any]:
 
     `init` says where its weights started; an earlier drafter counts by its weights, wherever it lies.
     A step may be split over any number of ranks, so its size stands for accumulation and ranks. The first epoch's
-    order stands for all that it is made with, down to numpy's random numbers.
+    order stands for all that it is made with, down to numpy's random numbers. The factor and the cap of the target's
+    logits go with the target, for which the cache stands.
     """
     config, ranks = run.config, run.ranks
     free = {
@@ -319,7 +320,7 @@ def identify(run: TrainingRun, init: str) -> dict[str, Any]:
         "direct_io", "device", "max_skipped", "parallel", "gradient_checkpointing",
     }  # fmt: skip
     train = config.train.model_dump(mode="json")
-    shape = run.drafter.shape.to_dict()
+    shape = {name: value for name, value in run.drafter.shape.to_dict().items() if name not in OF_LOGITS}
     plan = run.plan(0)
     order = EpochOrder.from_plan(plan, config.train, 0, ranks.world_size)
     return {

@@ -5,13 +5,14 @@ The library lives in an environment of its own (`make speculators`, or SPECULATO
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dflash_cache.config.settings import DrafterSettings, TargetSettings
 from dflash_cache.drafter.export import expected_tensors, export_zlab, read_export
@@ -110,6 +111,48 @@ def test_a_drafter_of_a_target_that_scales_its_embeddings_is_refused(save_family
     assert refusal(make_drafter(folder), folder, tmp_path / "out") == (
         "speculators does not scale embeddings, and this drafter's target does (by 5.65685): export it with "
         "--format zlab."
+    )
+
+
+def alter(folder: Path, copy: Path, config: dict[str, object], **tensors: torch.Tensor) -> Path:
+    """A copy of the target with more in its config, and more tensors."""
+    shutil.copytree(folder, copy)
+    written = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(written | config))
+    save_file(load_file(copy / "model.safetensors") | tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("config", "has_bias", "what"),
+    [
+        ({"logits_scaling": 8.0}, False, "multiplies by 0.125"),
+        ({"final_logit_softcapping": 30.0}, False, "caps at 30"),
+        ({}, True, "adds a bias"),
+        (
+            {"logit_scale": 0.3, "final_logit_softcapping": 15.0},
+            True,
+            "adds a bias and multiplies by 0.3 and caps at 15",
+        ),
+    ],
+)
+def test_a_drafter_whose_targets_head_is_more_than_a_matrix_is_refused(
+    llama_folder: Path, tmp_path: Path, config: dict[str, object], has_bias: bool, what: str
+) -> None:
+    tensors = {"lm_head.bias": torch.ones(128)} if has_bias else {}
+    folder = alter(llama_folder, tmp_path / "target", config, **tensors)
+    assert refusal(make_drafter(llama_folder), folder, tmp_path / "out") == (  # whatever the drafter recorded
+        "speculators takes a target's logits for its states times a matrix, and the head of this drafter's target "
+        f"{what}: export it with --format zlab."
+    )
+
+
+def test_a_drafter_whose_target_names_its_embedding_and_head_otherwise_is_refused(save_family, tmp_path: Path) -> None:
+    folder = save_family("gpt_neox")
+    assert refusal(make_drafter(folder), folder, tmp_path / "out") == (
+        "speculators looks for a target's embedding and head under names that end in embed_tokens.weight and "
+        "lm_head.weight, and this drafter's target has them as gpt_neox.embed_in.weight and embed_out.weight: export "
+        "it with --format zlab."
     )
 
 

@@ -118,6 +118,15 @@ def test_a_cap_of_the_logits_is_read_and_none_where_there_is_none() -> None:
     assert softcap_of(LlamaConfig(**SIZES)) is None
 
 
+def test_a_cap_that_is_not_positive_is_refused() -> None:
+    with pytest.raises(TargetError) as caught:
+        softcap_of(Gemma2Config(**SIZES, final_logit_softcapping=0.0))
+    assert str(caught.value) == (
+        "The target (gemma2) has final_logit_softcapping = 0.0, and a drafter's logits need a positive number there: "
+        "use another target."
+    )
+
+
 def test_an_encoder_decoder_and_several_states_a_token_are_refused() -> None:
     with pytest.raises(TargetError) as caught:
         check_family(T5Config())

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -5,8 +6,11 @@ from drafter.tiny_drafter import SIZES, TINY
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen3Config,
@@ -15,8 +19,10 @@ from transformers import (
 from dflash_cache.config.settings import DrafterSettings
 from dflash_cache.drafter.shape import (
     DrafterShape,
+    find_contradictions,
     shape_from_target,
     spread_layer_ids,
+    take_surroundings,
 )
 from dflash_cache.errors import ConfigError
 
@@ -118,6 +124,47 @@ def test_head_sizes_are_those_the_target_writes_out_or_implies(
 ) -> None:
     shape = shape_of(target)
     assert (shape.head_dim, shape.num_key_value_heads) == (head_dim, kv_heads)
+
+
+def test_sizes_of_a_target_whose_layers_differ_are_its_first_layers_and_its_widest() -> None:
+    layers = {0: {"head_dim": 16}, 3: {"intermediate_size": 144}, 5: {"head_dim": 32, "num_key_value_heads": 6}}
+    shape = shape_of(Qwen3Config(**SIZES, num_key_value_heads=3, head_dim=20, per_layer_config=layers))
+    assert (shape.head_dim, shape.num_key_value_heads, shape.intermediate_size) == (16, 3, 144)
+    gemma4 = Gemma4TextConfig(**SIZES, num_key_value_heads=3, head_dim=20)  # 512 in its full layers
+    assert shape_of(gemma4).head_dim == 20
+
+
+def test_the_factors_and_the_cap_around_a_drafter_are_the_targets() -> None:
+    shape = shape_of(GraniteConfig(**SIZES, embedding_multiplier=12.0, logits_scaling=8.0))
+    assert (shape.embedding_scale, shape.logit_scale, shape.softcap) == (12.0, 0.125, None)
+    shape = shape_of(Gemma2Config(**SIZES, head_dim=8, num_key_value_heads=3, final_logit_softcapping=30.0))
+    assert (shape.embedding_scale, shape.logit_scale, shape.softcap) == (48**0.5, 1.0, 30.0)
+    values = shape.to_dict()
+    assert DrafterShape.from_dict(values) == shape
+    assert not {"logit_scale", "softcap"} & TINY.to_dict().keys()  # as before they were recorded
+    earlier = DrafterShape.from_dict({name: value for name, value in values.items() if name != "softcap"})
+    assert earlier != shape
+    target = Gemma2Config(**SIZES, final_logit_softcapping=30.0)
+    assert take_surroundings(earlier, target) == shape
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({}, []),
+        ({"embedding_scale": 1.0}, ["embedding_scale"]),
+        ({"embedding_scale": 6.9375}, []),  # as bfloat16 rounds it
+        ({"embedding_scale": 7.0}, ["embedding_scale"]),
+        ({"logit_scale": 1.0, "softcap": None}, []),  # nothing is said
+        ({"logit_scale": 0.5}, ["logit_scale"]),
+        ({"softcap": 20.0}, ["softcap"]),
+        ({"logit_scale": 8.0, "softcap": 31.0}, ["logit_scale", "softcap"]),
+    ],
+)
+def test_a_shape_contradicts_a_target_where_it_says_something_else(said: dict[str, float], found: list[str]) -> None:
+    own = replace(TINY, embedding_scale=48**0.5, logit_scale=0.125, softcap=30.0)
+    assert find_contradictions(replace(own, **said), own) == found
+    assert find_contradictions(own, TINY) == ["embedding_scale", "logit_scale", "softcap"]
 
 
 def test_query_heads_that_no_multiple_of_key_value_heads_makes_are_refused() -> None:

@@ -127,7 +127,14 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
 # before the head, a factor where Granite has a divisor, embeddings that the target norms and its drafter does not.
 MORE_FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "muse-glimmer": lambda: t.MuseGlimmerConfig(text_config=HEADS, vision_config=dict(VISION)),
-    "gemma4": lambda: t.Gemma4TextConfig(**HEADS, sliding_window=8, final_logit_softcapping=5.0),
+    "gemma4": lambda: t.Gemma4TextConfig(
+        **HEADS,
+        global_head_dim=32,
+        sliding_window=8,
+        vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=8,
+        final_logit_softcapping=5.0,
+    ),
     "vaultgemma": lambda: t.VaultGemmaConfig(
         **HEADS, sliding_window=8, layer_types=ALTERNATING, final_logit_softcapping=4.0
     ),
