@@ -34,7 +34,8 @@ class AnswerWalks:
     """The walks through all answers of S samples, as far as their blocks are known.
 
     An answer is a stretch of supervised tokens, in a conversation each assistant's turn; one of a single token takes no
-    pass.
+    pass. A sample's first token is never an answer's: nothing stands before it that a prefill could read. So of plain
+    text it is the prompt.
     """
 
     def __init__(self, loss_mask_ST: np.ndarray) -> None:
@@ -43,7 +44,7 @@ class AnswerWalks:
         begins, ends = np.argwhere(edges_ST == 1), np.argwhere(edges_ST == -1)
         answers = zip(begins.tolist(), ends[:, 1].tolist(), strict=True)
         self._streak_ST = np.full(loss_mask_ST.shape, _UNKNOWN, np.int32)
-        self._walks = [_Walk(sample, begin, end - 1) for (sample, begin), end in answers]
+        self._walks = [_Walk(sample, max(1, begin), end - 1) for (sample, begin), end in answers]
 
     @property
     def yields(self) -> list[list[int]]:

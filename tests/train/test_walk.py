@@ -54,7 +54,7 @@ def decode_slowly(mask_ST: np.ndarray, streak_ST: np.ndarray) -> list[list[int]]
     for mask, streaks in zip(mask_ST, streak_ST, strict=True):
         position = 0
         while position < len(mask):
-            if not mask[position]:
+            if not mask[position] or position == 0:  # nothing stands before the first token to give it
                 position += 1
                 continue
             passes = []
@@ -92,6 +92,12 @@ def test_every_turn_is_a_walk_of_its_own_and_an_answer_of_one_token_none() -> No
     # what is right at the end of a turn never reaches into the next
     assert walk(*lay_out([5, 5], [0, 0, 0]), count=2) == [[1], [1, 1]]
     assert AnswerWalks(np.zeros((2, 5), bool)).next_anchors(4) is None
+
+
+def test_plain_texts_first_token_is_what_decoding_is_prompted_with() -> None:
+    mask_ST, streak_ST = np.ones((3, 5), bool), np.array([[9, 1, 0, 0, 9], [0, 9, 0, 0, 9], [2, 0, 2, 9, 9]])
+    assert walk(mask_ST, streak_ST, count=2) == [[2, 1], [3], [1, 2]]
+    assert walk(np.ones((1, 2), bool), np.array([[0, 9]]), count=2) == []
 
 
 def test_a_mean_over_all_anchors_is_above_what_the_walk_yields_where_a_long_streak_leaps_over_others() -> None:
