@@ -5,9 +5,10 @@ anchors, which is higher, and count as none.
 """
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 
@@ -48,8 +49,8 @@ def read_last_step(run_dir: Path) -> Record | None:
         lines = file.read().split(b"\n")
     for line in reversed(lines):
         with suppress(ValueError):  # a kill may have cut the last one, and the seek the first
-            if (record := json.loads(line))["kind"] == "train":
-                return cast(Record, record)
+            if (record := _parse(line))["kind"] == "train":
+                return record
     return None
 
 
@@ -72,4 +73,10 @@ def _row(run: SweepRun, outcome: Outcome) -> dict[str, Any]:
 def _read_log(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "log.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+    return [_parse(line) for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+
+
+def _parse(line: str | bytes) -> Record:
+    """The record as it was logged: a loss that was not finite is null in JSON (`JsonLines`)."""
+    record: Record = json.loads(line)
+    return record | {"loss": math.nan} if record.get("loss", 0.0) is None else record

@@ -1,6 +1,7 @@
 """`dflash sweep` from its file to its table."""
 
 import io
+import math
 from typing import ClassVar
 
 import pyarrow.parquet as pq
@@ -8,6 +9,7 @@ import yaml
 from cli.test_errors import check
 from rich.console import Console
 
+from dflash_cache.train.sweep_table import read_last_step
 from dflash_cli import sweep
 from dflash_cli.sweep_lines import SweepStatus
 
@@ -63,6 +65,28 @@ def test_a_sweep_trains_each_run_and_ends_in_a_ranked_table(dflash, project, tmp
 def test_a_sweep_of_a_cache_that_is_not_there(dflash, project, tmp_path) -> None:
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"base": project.name, "sweep_dir": str(tmp_path / "sweep")}))
     check(dflash("sweep", tmp_path / "sweep.yaml"), "There is no cache", "dflash generate")
+
+
+def test_a_run_whose_loss_is_no_number_is_in_the_table_and_its_sweep_goes_on(dflash, project, tmp_path) -> None:
+    """The log has null for it."""
+    assert dflash("generate", project).code == 0
+    tree = {
+        "base": project.name,
+        "sweep_dir": str(tmp_path / "sweep"),
+        "grid": {"train.learning_rate": [1e30], "train.max_skipped": [1000]},
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
+    for _ in range(2):
+        shown = dflash("sweep", tmp_path / "sweep.yaml")
+        assert shown.code == 0, shown.err
+        (row,) = pq.read_table(tmp_path / "sweep" / "table.parquet").to_pylist()
+        assert (row["status"], math.isnan(row["loss"])) == ("complete", True)
+        (line,) = (words for words in map(str.split, shown.out.splitlines()) if words[2:3] == ["complete"])
+        assert line[3:] == [str(row["step"]), "nan", "0.0", "%", "~1.000"]
+    (run_dir,) = (path for path in (tmp_path / "sweep").iterdir() if path.is_dir())
+    last = read_last_step(run_dir)
+    assert last is not None
+    assert math.isnan(last["loss"])
 
 
 def test_a_failed_run_is_named_and_the_exit_code_says_so(dflash, project, tmp_path) -> None:
