@@ -9,6 +9,8 @@ from dflash_cache.cache.files import write_atomically
 from dflash_cache.errors import ConfigError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from dflash_cache.decode.evaluate import Evaluation
 
 
@@ -21,8 +23,17 @@ def check_plot(path: Path) -> None:
 
 
 def draw_acceptance(path: Path, result: "Evaluation") -> None:
-    """Draw the figures into `path`: all passes as bars, each category as a line."""
+    """Write the picture to `path`."""
     from matplotlib import rc_context
+
+    picture = io.BytesIO()
+    with rc_context({"svg.fonttype": "none"}):  # words stay words
+        draw(result).savefig(picture, format=path.suffix.removeprefix("."))
+    write_atomically(path, picture.getvalue())
+
+
+def draw(result: "Evaluation") -> "Figure":
+    """All passes as bars, each category as a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -34,7 +45,7 @@ def draw_acceptance(path: Path, result: "Evaluation") -> None:
     yielded.bar_label(bars, [f"{share:.1f}" for share in shares], fontsize=8)
     yielded.axvline(overall.tokens_per_pass, color="grey", linestyle="dashed")
     yielded.set(
-        title=f"{overall.tokens_per_pass:.3f} tokens a pass; acceptance length {overall.acceptance_length:.3f} "
+        title=f"{overall.tokens_per_pass:.3f} tokens a pass\nacceptance length {overall.acceptance_length:.3f} "
         f"(mean of {overall.num_prompts:,} prompts)",
         xlabel="tokens that one pass of the target yields",
         ylabel="% of passes",
@@ -55,7 +66,4 @@ def draw_acceptance(path: Path, result: "Evaluation") -> None:
         ylim=(0, 100),
     )
     accepted.legend()
-    picture = io.BytesIO()
-    with rc_context({"svg.fonttype": "none"}):  # words stay words
-        figure.savefig(picture, format=path.suffix.removeprefix("."))
-    write_atomically(path, picture.getvalue())
+    return figure

@@ -157,10 +157,11 @@ def show(result: "Evaluation") -> None:
 
 
 def _tabulate(result: "Evaluation") -> Table:
-    table = Table(box=None, title=f"blocks of {result.block_size}, {result.batch_size} at once", title_justify="left")
+    measured = f"blocks of {result.block_size}, {result.batch_size} at once"
+    table = Table(box=None, title=measured, title_justify="left", pad_edge=False)
     table.add_column("category", overflow="fold")
     for title in ("prompts", "acceptance", "per pass", "tokens/s", "without", "speed-up", "output"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     named = [*result.categories.items(), ("all", result.overall)]
     for name, figures in named if len(result.categories) > 1 else named[:1]:
         table.add_row(
@@ -181,4 +182,4 @@ def _judge(figures: "Figures") -> str:
         return "drawn"
     if figures.different:
         return f"{figures.different} differ"
-    return f"same, {figures.ties} ties" if figures.ties else "same"
+    return f"{figures.ties} tie" if figures.ties else "same"

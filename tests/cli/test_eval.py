@@ -1,13 +1,35 @@
 """`dflash eval` over question sets: one table, one JSON object, one picture; what cannot be right is refused."""
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import yaml
+from rich.console import Console
+
+from dflash_cache.decode.evaluate import Evaluation, Figures
+from dflash_cli.acceptance_picture import draw
+from dflash_cli.evaluate import _tabulate
 
 CATEGORIES = {"code": 3, "maths": 2}
+FIGURES = Figures(
+    acceptance_length=13.456,
+    tokens_per_pass=13.123,
+    histogram={length: 9 - length for length in range(1, 9)},
+    position_acceptance=[0.5] * 7,
+    num_prompts=12345,
+    num_tokens=99999,
+    tokens_per_second=1234.5,
+    tokens_per_second_plain=1567.8,
+    speed_up=12.17,
+    lossless=True,
+    same=12345,
+    ties=0,
+    different=0,
+)
 
 
 @pytest.fixture
@@ -82,3 +104,26 @@ def test_eval_tabulates_categories_and_takes_options_for_settings(dflash, traine
         assert outcome.code == 2
         assert outcome.out == ""
         assert sentence in outcome.err
+
+
+def test_the_table_keeps_its_figures_whole_on_80_columns_whatever_the_categories_are_called() -> None:
+    names = ("held_out", "a_file_with_a_long_name_" * 4)
+    figures = replace(FIGURES, num_prompts=1234, same=1222, ties=12)
+    shown = Console(file=io.StringIO(), width=80)
+    shown.print(_tabulate(Evaluation(figures, dict.fromkeys(names, figures), 8, 0.0, 4)), soft_wrap=True)
+    _, head, *rows = shown.file.getvalue().splitlines()
+    assert " ".join(head.split()) == "category prompts acceptance per pass tokens/s without speed-up output"
+    found = [" ".join(words[1:]) for words in map(str.split, rows) if len(words) > 1]
+    assert found == ["1,234 13.456 13.123 1234.5 1567.8 12.17× 12 tie"] * 3
+    assert "".join(words[0] for words in map(str.split, rows)) == "".join((*names, "all"))
+    assert max(map(len, (head, *rows))) <= 80
+
+
+def test_the_pictures_titles_are_inside_it() -> None:
+    figure = draw(Evaluation(FIGURES, {"held_out": FIGURES}, 8, 0.0, 4))
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        box = axes.title.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+        assert box.y1 <= figure.bbox.height
+    assert not figure.axes[0].title.get_window_extent().overlaps(figure.axes[1].title.get_window_extent())
