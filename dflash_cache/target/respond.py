@@ -192,7 +192,8 @@ class _Rows:
     def advance(self, tokens_S: Tensor, going: Tensor) -> None:
         """Append a token to each row of `going` (ascending), and drop the other rows."""
         if len(going) < len(self.places):
-            self.cache.batch_select_indices(going)
+            # Not `batch_select_indices`, which leaves recurrent and convolution states out.
+            self.cache.reorder_cache(going)  # type: ignore[arg-type]  # asks for a LongTensor, which it is
             self.mask_ST = self.mask_ST[going]
             self.places = [self.places[row] for row in going.tolist()]
         self.ids_ST = tokens_S[going, None]

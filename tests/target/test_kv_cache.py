@@ -8,7 +8,7 @@ from dflash_cache.target.kv_cache import RoomyLayer
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("append"), st.sampled_from([1, 1, 1, 2, 70])),
-        st.tuples(st.just("select"), st.integers(0, 2**16)),
+        st.tuples(st.sampled_from(["select", "reorder"]), st.integers(0, 2**16)),
         st.tuples(st.just("crop"), st.integers(0, 3)),
     ),
     max_size=40,
@@ -26,11 +26,11 @@ def test_a_roomy_layer_holds_what_transformers_layer_holds(operations, rows):
             found = ours.update(new[0], new[1])
             expected = theirs.update(new[0], new[1])
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        elif name == "select":
+        elif name in ("select", "reorder"):
             keep = torch.randperm(rows, generator=generator)[: 1 + number % rows].sort().values
             rows = len(keep)
-            ours.batch_select_indices(keep)
-            theirs.batch_select_indices(keep)
+            for layer in (ours, theirs):
+                (layer.batch_select_indices if name == "select" else layer.reorder_cache)(keep)
         elif number < theirs.get_seq_length():
             ours.crop(-number)
             theirs.crop(-number)
