@@ -15,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
@@ -62,6 +63,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 MORE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {  # for single tests
     "cohere2": lambda: Cohere2Config(**COMMON, num_key_value_heads=2, sliding_window=8),
+    "mistral": lambda: MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=6),
     "mixtral": lambda: MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=4),
 }
 

@@ -1,6 +1,7 @@
 """`dflash eval`: real speculative decoding, measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,6 +83,7 @@ class Bench:
 
     def __init__(self, config: Config, quiet: bool = False) -> None:
         from dflash_cache.decode.evaluate import answer_plainly
+        from dflash_cache.decode.probe import probe_target
         from dflash_cache.decode.prompts import load_questions
         from dflash_cache.decode.rows import check_batches
         from dflash_cache.target.load import load_target
@@ -93,6 +95,8 @@ class Bench:
         if settings.batch_size > 1:
             check_batches(self.target)
         self.questions = load_questions(self.target.tokenizer, settings)
+        # Before the target answers everything: what is refused now need not wait for that.
+        self._probe = probe_target(self.target, self.questions, settings.batch_size) if self.questions else None
         with self._progress("The target alone", len(self.questions)) as tell:
             self.plain = answer_plainly(self.target, self.questions, settings, tell)
 
@@ -103,7 +107,8 @@ class Bench:
         questions, plain = self.questions[:max_prompts], self.plain[:max_prompts]
         drafter = drafter.to(self.target.device, self.target.dtype)
         with self._progress(title, len(questions)) as tell:
-            return evaluate(self.target, drafter, questions, plain, self._settings, tell)
+            result = evaluate(self.target, drafter, questions, plain, self._settings, tell)
+        return replace(result, probe=self._probe)
 
     def _progress(self, title: str, total: int) -> "DecodeProgress":
         return DecodeProgress(title, total, self._quiet)
@@ -136,16 +141,11 @@ def show(result: "Evaluation") -> None:
     """The table of categories, the verdict, and the histogram as bars."""
     overall = result.overall
     console.print(_tabulate(result), soft_wrap=True)
-    if overall.lossless is None:
+    console.print(f"output: {_describe_output(result)}", soft_wrap=True)
+    if overall.reread_tokens:
         console.print(
-            f"output: drawn at temperature {result.temperature:g}; drafts are verified by a rule that keeps the "
-            "target's distribution, and tokens cannot be compared",
-            soft_wrap=True,
-        )
-    else:
-        verdict = "the target's own, token for token" if overall.lossless else "NOT the target's own"
-        console.print(
-            f"output: {verdict} ({overall.same} same, {overall.ties} ties in rounding, {overall.different} different)",
+            f"read again after rejected drafts: {overall.reread_tokens:,} tokens, {overall.extra_passes:,} passes for "
+            "that alone (recurrent layers; in the speed, not in the acceptance)",
             soft_wrap=True,
         )
     passes = max(1, sum(overall.histogram.values()))
@@ -154,6 +154,22 @@ def show(result: "Evaluation") -> None:
     for (length, count), note in zip(overall.histogram.items(), reached, strict=True):
         bar = "█" * round(32 * count / passes)
         console.print(f"{length:>4} tokens {100 * count / passes:5.1f} %  {bar:<32}  {note}".rstrip())
+
+
+def _describe_output(result: "Evaluation") -> str:
+    """Whether it is the target's own, as far as that was checked."""
+    overall, probe = result.overall, result.probe
+    if overall.lossless is not None:
+        verdict = "the target's own, token for token" if overall.lossless else "NOT the target's own"
+        return f"{verdict} ({overall.same} same, {overall.ties} ties in rounding, {overall.different} different)"
+    drawn = f"drawn at temperature {result.temperature:g}; tokens cannot be compared"
+    if probe is None:
+        return drawn
+    return (
+        f"{drawn}, but drafts are verified by a rule that keeps the target's distribution, and behind rejected drafts "
+        f"its logits were its own to rounding ({probe.difference:.1e}, without drafts {probe.rounding:.1e}; "
+        f"{probe.num_positions} positions)"
+    )
 
 
 def _tabulate(result: "Evaluation") -> Table:

@@ -3,7 +3,7 @@
 Greedy output in float32 must equal the target's, token for token. In 16-bit floats, passes of different shapes
 round differently; a first differing token then counts as a tie if the plain decoding's lead at that place is within
 the rounding of its dtype, and as a fault otherwise. Drawn output (temperature above 0) has the target's distribution,
-not its tokens: then there is nothing to compare, and no verdict.
+not its tokens: then there is nothing to compare, and no verdict but the one of `probe` on the target's logits.
 """
 
 from collections import Counter
@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 from dflash_cache.config.settings import EvalSettings
 from dflash_cache.decode.choice import Choice, Greedy, Sampling
 from dflash_cache.decode.fit import check_fits
+from dflash_cache.decode.probe import Probe
 from dflash_cache.decode.prompts import Question
 from dflash_cache.decode.speculate import Decoded, Limits, decode_plainly, decode_speculatively
 from dflash_cache.drafter.model import Drafter
@@ -35,7 +36,8 @@ class Figures:
     all prompts, so that a prompt counts by its passes; histogram: passes by tokens yielded; position_acceptance: of
     each drafted slot, the share of all passes that accepted it and all before it; speed_up: tokens_per_second over
     tokens_per_second_plain; lossless: no output differs but by a tie, None where tokens were drawn; same, ties,
-    different: prompts of each kind.
+    different: prompts of each kind; reread_tokens, extra_passes: what the target read once more because of rejected
+    drafts, and its passes for that alone, which the speed pays for.
     """
 
     acceptance_length: float
@@ -51,17 +53,20 @@ class Figures:
     same: int
     ties: int
     different: int
+    reread_tokens: int
+    extra_passes: int
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of all prompts and of each category, and how they were decoded."""
+    """The figures of all prompts and of each category, how they were decoded, and what a probe of the target found."""
 
     overall: Figures
     categories: dict[str, Figures]
     block_size: int
     temperature: float
     batch_size: int
+    probe: Probe | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, the overall figures at the top."""
@@ -199,6 +204,8 @@ def _sum_up(plain: list[Decoded], decoded: list[Decoded], block_size: int, verdi
         same=verdict["same"],
         ties=verdict["tie"],
         different=verdict["different"],
+        reread_tokens=sum(one.reread_tokens for one in decoded),
+        extra_passes=sum(one.extra_passes for one in decoded),
     )
 
 

@@ -27,13 +27,16 @@ class Decoded:
     """tokens: the answer's ids, up to a stop token or the limit; accepted: tokens yielded by each target pass.
 
     margins: at every token, how far the chosen logit lies above the second best, or none where tokens are drawn;
-    seconds: of the whole decoding, of several prompts the prompt's share.
+    seconds: of the whole decoding, of several prompts the prompt's share; reread_tokens, extra_passes: what the target
+    read once more because recurrent layers cannot take back rejected drafts, and its passes for that alone.
     """
 
     tokens: list[int]
     accepted: list[int]
     margins: list[float]
     seconds: float
+    reread_tokens: int = 0
+    extra_passes: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Plain:
         """Nothing is caught."""
         return nullcontext()
 
-    def read(self, counts: Sequence[int], padding: Sequence[int] | None = None) -> None:
+    def read(self, counts: Sequence[int], lead: Sequence[int]) -> None:
         """Nothing is read."""
 
     def select(self, rows: Sequence[int]) -> None:
@@ -78,10 +81,13 @@ class Drafting:
         """Catch the target's states while the block runs."""
         return self._states.listening()
 
-    def read(self, counts: Sequence[int], padding: Sequence[int] | None = None) -> None:
-        """Take the states of the target's last pass, `counts` of each row, and skip its `padding`."""
+    def read(self, counts: Sequence[int], lead: Sequence[int]) -> None:
+        """Take the states of the target's last pass, `counts` of each row, behind its `lead`."""
         states_STLH = self._states.take()
-        self._context.extend(states_STLH if padding else states_STLH[:, : max(counts)], counts, padding)
+        if len(set(lead)) > 1:
+            self._context.extend(states_STLH, counts, lead)
+        else:
+            self._context.extend(states_STLH[:, lead[0] : lead[0] + max(counts)], counts)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone."""
@@ -129,7 +135,7 @@ class Drafting:
 
 def decode_plainly(target: Target, prompts: list[list[int]], limits: Limits, choice: Choice) -> list[Decoded]:
     """The target's own answers, a token a pass. Several prompts: ConfigError if the target is not fit for batches."""
-    return _decode(target, prompts, limits, choice, Plain())
+    return decode_with(target, prompts, limits, choice, Plain())
 
 
 def decode_speculatively(
@@ -140,20 +146,21 @@ def decode_speculatively(
     Blocks have `block_size` slots, or as many as the drafter was trained on.
     """
     drafting = Drafting(target, drafter, len(prompts), block_size or drafter.shape.block_size)
-    return _decode(target, prompts, limits, choice, drafting)
+    return decode_with(target, prompts, limits, choice, drafting)
 
 
 @torch.inference_mode()
-def _decode(
+def decode_with(
     target: Target, prompts: list[list[int]], limits: Limits, choice: Choice, drafting: Plain | Drafting
 ) -> list[Decoded]:
+    """The answers with drafts from wherever `drafting` has them."""
     started = time.perf_counter()
     answers = [_Answer(limits) for _ in prompts]
     rows = open_rows(target, prompts, drafting.takes_back)
     going = [*range(len(prompts))]  # each row's prompt
     with drafting.listening():
         logits_STV = rows.read_prompts()
-        drafting.read([*map(len, prompts)], rows.padding)
+        drafting.read([*map(len, prompts)], rows.lead)
         for answer, first in zip(answers, choice.verify([[] for _ in going], logits_STV, going), strict=True):
             answer.begin(first)
         while left := [row for row, prompt in enumerate(going) if not answers[prompt].is_whole]:
@@ -167,11 +174,15 @@ def _decode(
             found = choice.verify(drafts, logits_STV, going)
             counts = [len(verified.tokens) for verified in found]
             rows.keep(counts)
-            drafting.read(counts)
+            drafting.read(counts, rows.lead)
             for prompt, verified in zip(going, found, strict=True):
                 answers[prompt].take(verified)
     seconds = (time.perf_counter() - started) / len(prompts)
-    return [Decoded(answer.tokens, answer.accepted, answer.margins, seconds) for answer in answers]
+    reread = rows.reread
+    return [
+        Decoded(answer.tokens, answer.accepted, answer.margins, seconds, reread.tokens, reread.passes)
+        for answer in answers
+    ]
 
 
 class _Answer:

@@ -11,8 +11,9 @@ import yaml
 from rich.console import Console
 
 from dflash_cache.decode.evaluate import Evaluation, Figures
+from dflash_cache.decode.probe import Probe
 from dflash_cli.acceptance_picture import draw
-from dflash_cli.evaluate import _tabulate
+from dflash_cli.evaluate import _tabulate, show
 
 CATEGORIES = {"code": 3, "maths": 2}
 FIGURES = Figures(
@@ -29,6 +30,8 @@ FIGURES = Figures(
     same=12345,
     ties=0,
     different=0,
+    reread_tokens=0,
+    extra_passes=0,
 )
 
 
@@ -86,10 +89,15 @@ def test_eval_tabulates_categories_and_takes_options_for_settings(dflash, traine
     drawn = [json.loads(dflash("eval", trained, "--json", "--temperature", 0.9, "--batch-size", n).out) for n in (1, 3)]
     assert drawn[0]["lossless"] is None
     assert drawn[0]["histogram"] == drawn[1]["histogram"]
+    assert all(one["probe"]["difference"] < 1e-5 and one["probe"]["num_positions"] > 0 for one in drawn)
     other = dflash("eval", trained, "--json", "--temperature", 0.9, "--set", "eval.seed=5")
     assert json.loads(other.out)["histogram"] != drawn[0]["histogram"]
     outcome = dflash("eval", trained, "--temperature", 0.9)
-    assert "output: drawn at temperature 0.9" in outcome.out
+    promise = (
+        "output: drawn at temperature 0.9; tokens cannot be compared, but drafts are verified by a rule that keeps"
+    )
+    assert f"{promise} the target's distribution, and behind rejected drafts its logits were its own" in outcome.out
+    assert "read again" not in outcome.out
     assert "token for token" not in outcome.out
 
     refused = {
@@ -127,3 +135,16 @@ def test_the_pictures_titles_are_inside_it() -> None:
         assert 0 <= box.x0 < box.x1 <= figure.bbox.width
         assert box.y1 <= figure.bbox.height
     assert not figure.axes[0].title.get_window_extent().overlaps(figure.axes[1].title.get_window_extent())
+
+
+def test_the_distribution_is_promised_only_where_the_target_was_probed_and_what_was_read_again_is_told(capsys) -> None:
+    figures = replace(FIGURES, lossless=None, reread_tokens=1_234, extra_passes=5)
+    result = Evaluation(figures, {"any": figures}, 8, 0.7, 1)
+    show(result)
+    printed = capsys.readouterr().out
+    assert "output: drawn at temperature 0.7; tokens cannot be compared\n" in printed
+    assert "read again after rejected drafts: 1,234 tokens, 5 passes for that alone (recurrent layers; in" in printed
+    show(replace(result, overall=replace(figures, reread_tokens=0), probe=Probe(1.23e-5, 4.56e-6, 26)))
+    printed = capsys.readouterr().out
+    assert "its logits were its own to rounding (1.2e-05, without drafts 4.6e-06; 26 positions)\n" in printed
+    assert "read again" not in printed

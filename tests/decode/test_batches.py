@@ -1,11 +1,15 @@
 """Several prompts at once are answered as each would be by itself, whatever their lengths and paces."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
-import torch
+from conftest import save_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from target.architectures import FAMILIES
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from dflash_cache.config.settings import DrafterSettings, EvalSettings, TargetSettings
 from dflash_cache.decode.choice import Choice, Greedy, Sampling
@@ -23,7 +27,7 @@ from dflash_cache.target.load import Target, load_target
 PROMPTS = [[5, 9, 11], [*range(20, 57)], [99], [7, 7, 8, 30, 41, 2, 9, 10], [64, 12]]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral"])
 def pair(request: pytest.FixtureRequest, save_family) -> tuple[Target, Drafter]:
     """A target, and a drafter begun from its layers: right often enough that rows go on at different paces."""
     folder = save_family(request.param)
@@ -110,15 +114,19 @@ def test_batches_hold_every_question_once_and_one_category_each(shape, batch_siz
     assert all(len(batch) <= batch_size for batch in batches)
 
 
-def test_a_target_with_sliding_windows_is_refused_in_batches_and_lossless_without(save_family) -> None:
-    folder = save_family("gemma3")
-    target = load(folder)
+def test_a_target_whose_layers_rows_cannot_share_is_refused_in_batches(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(FAMILIES["lfm2"]()).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"batch_size .* \(gemma3_text\) has layers that do not .*SlidingWindow.*: set it to 1"
+        ConfigError, match=r"batch_size .* \(lfm2\) has layers that rows .* \(LinearAttentionLayer\): set it to 1"
     ):
-        check_batches(target)
-    drafter = Drafter(shape_from_target(target.config, DrafterSettings(num_layers=1), target.layer_ids, 127))
-    drafter.initialize(torch.Generator().manual_seed(0))
-    limits = Limits(30, frozenset())
-    plain = decode_plainly(target, [PROMPTS[1]], limits, Greedy())[0]  # longer than the window of 8
-    assert decode_speculatively(target, [PROMPTS[1]], limits, Greedy(), drafter)[0].tokens == plain.tokens
+        check_batches(load(tmp_path))
+
+
+def test_chunks_that_begin_at_columns_are_refused_in_batches() -> None:
+    config = Llama4TextConfig(num_hidden_layers=4, attention_chunk_size=8)
+    target = SimpleNamespace(model=SimpleNamespace(config=config), config=config)  # no more of it is looked at
+    with pytest.raises(
+        ConfigError, match=r"\(llama4_text\) has layers .* cannot share \(chunked attention\): set it to"
+    ):
+        check_batches(cast(Target, target))

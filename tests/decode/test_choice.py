@@ -1,57 +1,25 @@
 """Drawn output has the target's distribution, whatever the drafter says; a wrong rule is found out."""
 
 from collections import Counter
-from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from decode.four_words import NUM_TOKENS, SIZES, TEMPERATURE, VOCAB, chi_square_p, exact_distribution, make_pair
+from transformers import LlamaConfig
 
-from dflash_cache.config.settings import DrafterSettings, TargetSettings
 from dflash_cache.decode import choice
 from dflash_cache.decode.choice import Sampling, count_standing, draw, draw_own
 from dflash_cache.decode.speculate import Limits, decode_plainly, decode_speculatively
 from dflash_cache.drafter.model import Drafter
-from dflash_cache.drafter.shape import shape_from_target
-from dflash_cache.target.load import Target, load_target
+from dflash_cache.target.load import Target
 
-VOCAB, TEMPERATURE, PROMPT, NUM_TOKENS = 4, 1.5, [1, 3, 2], 4
+PROMPT = [1, 3, 2]
 NUM_SAMPLES, NUM_AT_ONCE = 12_000, 3_000
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, llama_folder: Path) -> tuple[Target, Drafter]:
-    """A target with four words, and a drafter that is often wrong."""
-    folder = tmp_path_factory.mktemp("four-words")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.4, **sizes)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((llama_folder / name).read_bytes())
-    target = load_target(TargetSettings(model=str(folder), dtype="float32", device="cpu", layer_ids=(0,)))
-    settings = DrafterSettings(num_layers=1, block_size=3)
-    drafter = Drafter(shape_from_target(target.config, settings, target.layer_ids, 3))
-    generator = torch.Generator().manual_seed(1)
-    drafter.initialize(generator)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.mul_(10 if parameter.dim() > 1 else 1)
-    return target, drafter.eval()
-
-
-@torch.no_grad()
-def exact_distribution(target: Target) -> dict[tuple[int, ...], float]:
-    """The probability of every continuation of four tokens, each position in a forward of its own."""
-    every = {}
-    for tokens in product(range(VOCAB), repeat=NUM_TOKENS):
-        logits = target.model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
-        shares = torch.softmax(logits.double() / TEMPERATURE, dim=-1)
-        every[tokens] = float(shares[torch.arange(NUM_TOKENS), torch.tensor(tokens)].prod())
-    assert sum(every.values()) == pytest.approx(1)
-    return every
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Drafter]:
+    return make_pair(LlamaConfig(**SIZES), tmp_path_factory.mktemp("four-words"))
 
 
 def sample_answers(pair: tuple[Target, Drafter]) -> tuple[Counter[tuple[int, ...]], float]:
@@ -70,27 +38,10 @@ def sample_answers(pair: tuple[Target, Drafter]) -> tuple[Counter[tuple[int, ...
     return counts, sum(accepted) / len(accepted)
 
 
-def chi_square_p(counts: Counter[tuple[int, ...]], shares: dict[tuple[int, ...], float]) -> float:
-    """Pearson's test; cells that expect fewer than ten are one cell."""
-    assert set(counts) <= set(shares)
-    cells: list[tuple[float, float]] = []
-    rest = [0.0, 0.0]
-    for tokens, share in shares.items():
-        expected = share * counts.total()
-        if expected < 10:
-            rest = [rest[0] + counts[tokens], rest[1] + expected]
-        else:
-            cells.append((counts[tokens], expected))
-    cells += [(rest[0], rest[1])] if rest[1] > 0 else []
-    statistic = sum((found - expected) ** 2 / expected for found, expected in cells)
-    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
 def test_drawn_answers_have_the_targets_distribution(pair: tuple[Target, Drafter]) -> None:
     counts, acceptance = sample_answers(pair)
     assert 1.4 < acceptance < 2.4, "of three tokens a pass; drafts must be accepted and rejected, or this tests nothing"
-    shares = exact_distribution(pair[0])
+    shares = exact_distribution(pair[0], PROMPT)
     assert chi_square_p(counts, shares) > 0.01
     limits = Limits(NUM_TOKENS, frozenset())
     plainly = decode_plainly(pair[0], [PROMPT] * NUM_AT_ONCE, limits, Sampling(TEMPERATURE, range(NUM_AT_ONCE)))
@@ -127,7 +78,7 @@ def follow_a_whole_block_with_any_token(stand_S, wanted_STV, drafted_STV, unifor
 def test_a_wrong_rule_is_found_out(pair, monkeypatch: pytest.MonkeyPatch, part: str, wrong) -> None:
     monkeypatch.setattr(choice, part, wrong)
     counts, _ = sample_answers(pair)
-    assert chi_square_p(counts, exact_distribution(pair[0])) < 1e-6
+    assert chi_square_p(counts, exact_distribution(pair[0], PROMPT)) < 1e-6
 
 
 def test_draws_are_the_inverse_of_the_cumulative_distribution_and_never_of_weight_zero() -> None:
