@@ -4,18 +4,16 @@ Random weights are enlarged, and drawn until each answer has many different toke
 not taken back then changes what is answered, and rounding does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from conftest import VOCAB_SIZE, save_tokenizer
-from target.architectures import FAMILIES, GROUPED
+from target.architectures import EXPORTED
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    BambaConfig,
-    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -26,15 +24,11 @@ from dflash_cache.drafter.model import Drafter
 from dflash_cache.drafter.shape import shape_from_target
 from dflash_cache.target.load import Target, load_target
 
-# Bamba counts positions from 0 in every pass unless it is told them.
-DECODED: dict[str, Callable[[], PretrainedConfig]] = {
-    **FAMILIES,
-    "bamba": lambda: BambaConfig(
-        **GROUPED, attn_layer_indices=[1, 4], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=16
-    ),
-}
 RECURRENT = frozenset({"qwen3-next", "qwen3.5", "falcon-h1", "bamba"})  # what they read again is counted
-SLIDING = frozenset({"gemma2", "gemma3-text", "gemma3", "mistral", "gpt-oss", "olmo3", "cohere2", "exaone4"})
+SLIDING = frozenset(
+    {"gemma2", "gemma3-text", "gemma3", "gemma4", "vaultgemma", "mistral", "gpt-oss", "olmo3", "cohere2", "exaone4"}
+    | {"afmoe", "cohere2-moe"}
+)
 ALONE = RECURRENT | {"lfm2"}  # one prompt at a time; of all other families several rows are decoded at once
 
 WINDOW = 8  # of the sliding families: shorter than most of these prompts, and than every answer
@@ -80,7 +74,7 @@ def draw_model(name: str) -> tuple[PreTrainedModel, list[list[int]]]:
 
 def make_model(name: str, seed: int) -> PreTrainedModel:
     """Larger in its layers than in its embedding, or it would say what it has just read."""
-    config = DECODED[name]()
+    config = EXPORTED[name]()
     known = type(config) in AutoModelForCausalLM._model_mapping
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from decode.families import (
     ALONE,
-    DECODED,
     NUM_TOKENS,
     PROMPTS,
     RECURRENT,
@@ -17,6 +16,7 @@ from decode.families import (
     expect_accepted,
     generate,
 )
+from target.architectures import EXPORTED
 
 from dflash_cache.config.settings import RespondSettings
 from dflash_cache.decode import rows
@@ -33,7 +33,7 @@ QUESTIONS = [Question(prompt, "any", number) for number, prompt in enumerate(PRO
 WHOLE = Limits(NUM_TOKENS, frozenset())
 
 
-@pytest.fixture(scope="module", params=list(DECODED))
+@pytest.fixture(scope="module", params=list(EXPORTED))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     return build_family(request.param, tmp_path_factory.mktemp("family"))
 

@@ -140,8 +140,11 @@ MORE_FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "minicpm3": lambda: t.MiniCPM3Config(**COMMON, **LATENT, num_key_value_heads=4, scale_emb=3.3, dim_model_base=8),
     "hyperclovax": lambda: t.HyperCLOVAXConfig(**GROUPED, embedding_multiplier=2.0, logits_scaling=0.125),
-    "afmoe": lambda: t.AfmoeConfig(**HEADS, mup_enabled=True),
-    "cohere2-moe": lambda: t.Cohere2MoeConfig(**HEADS, logit_scale=0.0625),
+    "afmoe": lambda: t.AfmoeConfig(**HEADS, mup_enabled=True, sliding_window=8),
+    "cohere2-moe": lambda: t.Cohere2MoeConfig(**HEADS, logit_scale=0.0625, sliding_window=8),
+    "bamba": lambda: t.BambaConfig(  # counts positions from 0 in every pass unless it is told them
+        **GROUPED, attn_layer_indices=[1, 4], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=16
+    ),
 }
 # Whose exports are compared with z-lab's package (`test_exported_families`), and what it must be told to apply.
 EXPORTED = FAMILIES | MORE_FAMILIES
